@@ -1,0 +1,48 @@
+"""jaxpage: paged attention in JAX, from block pools to a jitted decode loop."""
+
+from jaxpage.attention import IMPLEMENTATIONS, paged_attention, query_positions, supports
+from jaxpage.block_pool import BlockPool
+from jaxpage.block_table import BlockTable
+from jaxpage.completion import Completion, TokenLogprob
+from jaxpage.config import CacheConfig
+from jaxpage.decode import DecodeState, Decoded, decode_loop, decode_step, init_state, prefill
+from jaxpage.generate import BatchDecoder, Stats, Update, generate
+from jaxpage.inspect import Usage, check_cache, usage
+from jaxpage.kv_cache import KVCache, attach, fork, init_cache, release, reserve, truncate
+from jaxpage.sampling import Sampler, sample
+from jaxpage.sampling_params import SamplingParams
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "BatchDecoder",
+    "BlockPool",
+    "BlockTable",
+    "CacheConfig",
+    "Completion",
+    "DecodeState",
+    "Decoded",
+    "KVCache",
+    "Sampler",
+    "SamplingParams",
+    "Stats",
+    "TokenLogprob",
+    "Update",
+    "Usage",
+    "attach",
+    "check_cache",
+    "decode_loop",
+    "decode_step",
+    "fork",
+    "generate",
+    "init_cache",
+    "init_state",
+    "paged_attention",
+    "prefill",
+    "query_positions",
+    "release",
+    "reserve",
+    "sample",
+    "supports",
+    "truncate",
+    "usage",
+]

@@ -1,0 +1,92 @@
+"""Paged attention: one entry point, and the choice of what runs it."""
+
+from types import ModuleType
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import contiguous, layout, ragged, reference, validate, xla
+
+__all__ = ["IMPLEMENTATIONS", "paged_attention", "query_positions", "supports"]
+
+IMPLEMENTATIONS: dict[str, ModuleType] = {"contiguous": contiguous, "xla": xla, "reference": reference}
+"""Modules with `supports` and `attend`, the most preferred first."""
+
+
+def supports(implementation: str, storage: layout.Storage, *, num_seqs: int, table_width: int, decode: bool) -> tuple[bool, str]:
+    """Whether an implementation can run a call, and if not why.
+
+    Args:
+      implementation: a key of `IMPLEMENTATIONS`.
+      storage: one layer's storage.
+      num_seqs: rows of the block table (S).
+      table_width: columns of the block table (M).
+      decode: one query a sequence.
+
+    Raises:
+      NotImplementedError: there is no such implementation; lists those there are.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise NotImplementedError(f"no attention implementation {implementation!r}; there are: {', '.join(IMPLEMENTATIONS)}")
+    return IMPLEMENTATIONS[implementation].supports(storage, num_seqs, table_width, decode)
+
+
+def paged_attention(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+    storage: layout.Storage,
+    block_table: Int[Array, "S M"],
+    lengths: Int[Array, " S"],
+    query_starts: Int[Array, " S+1"] | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T H D"], layout.Storage]:
+    """Writes new keys and values into their blocks, then lets each query attend causally to its sequence (Kwon et al., 2023).
+
+    Args:
+      q: queries of all sequences, one sequence after another; a sequence's queries are its last tokens.
+      k: keys of the same tokens.
+      v: values of the same tokens.
+      storage: one layer's blocks.
+      block_table: the blocks of each sequence in order. Block 0 is the null block; it and ids outside the pool are never read.
+      lengths: tokens each sequence holds after the write; 0 for a sequence that takes no part.
+      query_starts: sequence s owns rows query_starts[s] to query_starts[s + 1] of q. None: decode, row s is sequence s.
+      scale: factor of the scores, usually D ** -0.5.
+      window: a query sees its last `window` tokens, itself included; None: all.
+      soft_cap: scores become soft_cap * tanh(scores / soft_cap); None: as they are.
+      sinks: a score for each head that takes part in the softmax without a value.
+      implementation: a key of `IMPLEMENTATIONS`; None picks the first that supports the call.
+
+    Returns:
+      (out, storage): zeros in rows that belong to no sequence, and the storage with the new tokens in it.
+
+    Raises:
+      ValueError: an argument of the wrong shape, dtype or range, by name; in debug mode also bad values in the table.
+      NotImplementedError: the named implementation cannot run this call; says why.
+    """
+    validate.static(q, k, v, storage, block_table, lengths, query_starts, window=window, soft_cap=soft_cap, sinks=sinks)
+    chosen = _choose(implementation, storage, block_table.shape, query_starts is None)
+    storage = xla.write(storage, k, v, block_table, lengths, query_starts)
+    out = chosen.attend(q, storage, block_table, lengths, query_starts, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    return out, storage
+
+
+def query_positions(lengths: Int[Array, " S"], query_starts: Int[Array, " S+1"] | None, num_queries: int) -> Int[Array, " T"]:
+    """Position in its sequence of each query row, 0 for padding rows."""
+    return jax.numpy.maximum(ragged.query_places(lengths, query_starts, num_queries)[1], 0)
+
+
+def _choose(implementation: str | None, storage: layout.Storage, table_shape: tuple[int, ...], decode: bool) -> ModuleType:
+    num_seqs, table_width = table_shape
+    reasons = []
+    for name in [implementation] if implementation is not None else IMPLEMENTATIONS:
+        able, reason = supports(name, storage, num_seqs=num_seqs, table_width=table_width, decode=decode)
+        if able:
+            return IMPLEMENTATIONS[name]
+        reasons.append(f"{name}: {reason}")
+    raise NotImplementedError("no attention implementation supports this call; " + "; ".join(reasons))

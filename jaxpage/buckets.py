@@ -1,0 +1,24 @@
+"""Shapes are rounded up to few sizes, so that few programs are compiled."""
+
+__all__ = ["BLOCK_BUCKETS", "SEQ_BUCKETS", "TOKEN_BUCKETS", "bucket"]
+
+SEQ_BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Sequences of a batch."""
+
+TOKEN_BUCKETS: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Prompt tokens of one prefill pass; longer prompts take several passes."""
+
+BLOCK_BUCKETS: tuple[int, ...] = tuple(sorted({2**power for power in range(25)} | {3 * 2**power for power in range(23)}))
+"""Blocks of a sequence's row, and of the pool."""
+
+
+def bucket(size: int, buckets: tuple[int, ...]) -> int:
+    """The smallest bucket that holds `size`.
+
+    Raises:
+      ValueError: none does.
+    """
+    for candidate in buckets:
+        if size <= candidate:
+            return candidate
+    raise ValueError(f"{size} exceeds the largest bucket, {buckets[-1]}")
