@@ -1,6 +1,6 @@
 """jaxpage: paged attention in JAX, from block pools to a jitted decode loop."""
 
-from jaxpage.attention import IMPLEMENTATIONS, paged_attention, query_positions, supports
+from jaxpage.attention import IMPLEMENTATIONS, debug_checks, paged_attention, query_positions, supports
 from jaxpage.block_pool import BlockPool
 from jaxpage.block_table import BlockTable
 from jaxpage.completion import Completion, TokenLogprob
@@ -30,6 +30,7 @@ __all__ = [
     "Usage",
     "attach",
     "check_cache",
+    "debug_checks",
     "decode_loop",
     "decode_step",
     "fork",

@@ -1,5 +1,9 @@
 """Paged attention: one entry point, and the choice of what runs it."""
 
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator
 from types import ModuleType
 
 import jax
@@ -7,10 +11,26 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import contiguous, layout, ragged, reference, validate, xla
 
-__all__ = ["IMPLEMENTATIONS", "paged_attention", "query_positions", "supports"]
+__all__ = ["IMPLEMENTATIONS", "debug_checks", "paged_attention", "query_positions", "supports"]
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {"contiguous": contiguous, "xla": xla, "reference": reference}
 """Modules with `supports` and `attend`, the most preferred first."""
+
+_debug: contextvars.ContextVar[bool] = contextvars.ContextVar("debug_checks", default=False)
+
+
+@contextlib.contextmanager
+def debug_checks() -> Iterator[None]:
+    """Within this context, values in tables and lengths are checked too, not only shapes.
+
+    A broken value raises ValueError, or JaxRuntimeError with the same text from inside a program that was traced in this context.
+    Outside it, whatever lies outside the pool or the table is left out of the result.
+    """
+    token = _debug.set(True)
+    try:
+        yield
+    finally:
+        _debug.reset(token)
 
 
 def supports(implementation: str, storage: layout.Storage, *, num_seqs: int, table_width: int, decode: bool) -> tuple[bool, str]:
@@ -70,6 +90,8 @@ def paged_attention(
       NotImplementedError: the named implementation cannot run this call; says why.
     """
     validate.static(q, k, v, storage, block_table, lengths, query_starts, window=window, soft_cap=soft_cap, sinks=sinks)
+    if _debug.get():
+        _check_values(storage, block_table, lengths, query_starts, q.shape[0])
     chosen = _choose(implementation, storage, block_table.shape, query_starts is None)
     storage = xla.write(storage, k, v, block_table, lengths, query_starts)
     out = chosen.attend(q, storage, block_table, lengths, query_starts, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
@@ -79,6 +101,18 @@ def paged_attention(
 def query_positions(lengths: Int[Array, " S"], query_starts: Int[Array, " S+1"] | None, num_queries: int) -> Int[Array, " T"]:
     """Position in its sequence of each query row, 0 for padding rows."""
     return jax.numpy.maximum(ragged.query_places(lengths, query_starts, num_queries)[1], 0)
+
+
+def _check_values(
+    storage: layout.Storage, block_table: Array, lengths: Array, query_starts: Array | None, num_queries: int
+) -> None:
+    held = layout.sizes(storage)
+    check = functools.partial(validate.dynamic, num_blocks=held.num_blocks, block_size=held.block_size, num_queries=num_queries)
+    arrays = (block_table, lengths, query_starts)
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        jax.debug.callback(check, *arrays)
+    else:
+        check(*arrays)
 
 
 def _choose(implementation: str | None, storage: layout.Storage, table_shape: tuple[int, ...], decode: bool) -> ModuleType:

@@ -105,7 +105,7 @@ def reserve(cache: KVCache, new_lengths: Int[Array, " S"], max_new_blocks: int |
     copies = copies & ok
 
     copied = jnp.where(copies, block_pool.peek(pool, start), 0)
-    step = jnp.arange(limit, dtype=jnp.int32)
+    step = jnp.arange(limit, dtype=jnp.int32)[None]
     added = ok[:, None] & (step < fresh[:, None])
     blocks = jnp.where(added, block_pool.peek(pool, (start + copies)[:, None] + step), 0)
 
@@ -143,7 +143,7 @@ def truncate(cache: KVCache, new_lengths: Int[Array, " S"]) -> KVCache:
     """Shortens sequences and drops the blocks they no longer reach. A length that is not below the present one changes nothing."""
     blocks, lengths = cache.table
     shorter = jnp.clip(new_lengths, 0, lengths).astype(jnp.int32)
-    column = jnp.arange(blocks.shape[1], dtype=jnp.int32)
+    column = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
     dropped = column >= blocks_for(shorter, cache.block_size)[:, None]
     pool = block_pool.drop(cache.pool, jnp.where(dropped, blocks, 0))
     return KVCache(cache.storage, pool, BlockTable(jnp.where(dropped, 0, blocks), shorter))

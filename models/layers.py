@@ -36,7 +36,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
         out = project(x, self.weight[...])
         if self.bias is not None:
-            out = out + self.bias[...].astype(jnp.float32)
+            out = out + jnp.broadcast_to(self.bias[...].astype(jnp.float32), out.shape)
         return out.astype(x.dtype)
 
 
@@ -64,7 +64,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         wide = x.astype(jnp.float32)
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return wide.astype(x.dtype) * self.weight[...]
+        return wide.astype(x.dtype) * jnp.broadcast_to(self.weight[...], x.shape)
 
 
 class FeedForward(nnx.Module):
@@ -86,7 +86,7 @@ def rope_table(
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if factors is not None:
         frequencies = frequencies / jnp.asarray(factors, jnp.float32)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = jnp.einsum("...,f->...f", positions.astype(jnp.float32), frequencies, precision="highest")
     return jnp.cos(angles), jnp.sin(angles)
 
 

@@ -53,7 +53,7 @@ def attend(
     scores = jnp.einsum("nkgd,nkcd->nkgc", by_block.astype(storage.keys.dtype), storage.keys, preferred_element_type=jnp.float32) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    token = jnp.arange(block_size)
+    token = jnp.arange(block_size)[None]
     visible = token < length[:, None]
     if window is not None:
         visible &= token >= length[:, None] - window

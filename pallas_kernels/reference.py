@@ -42,7 +42,7 @@ def attend(
         side[jnp.where(known, block_table, 0)].reshape(num_seqs, width * block_size, num_kv_heads, head_dim).astype(jnp.float32)
         for side in layout.unpack(storage)
     )
-    token = jnp.arange(width * block_size)
+    token = jnp.arange(width * block_size)[None]
     exists = jnp.repeat(known, block_size, axis=1) & (token < lengths[:, None])
 
     visible = exists[seq] & (token <= position[:, None])  # [T, M * B]
@@ -61,7 +61,7 @@ def attend(
     highest = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
     weights = jnp.exp(scores - highest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), 0.0)[..., : token.shape[0]]
+    weights = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), 0.0)[..., : token.shape[1]]
     weights = weights.reshape(num_queries, num_kv_heads, num_heads // num_kv_heads, -1)
     out = jnp.einsum("tkgc,tckd->tkgd", weights, values, precision="highest").reshape(q.shape)
     return jnp.where((position >= 0)[:, None, None], out, 0.0).astype(q.dtype)

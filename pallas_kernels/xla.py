@@ -99,7 +99,7 @@ def attend(
     if sinks is not None:
         # A sink is a token with this score and no value.
         highest = jnp.tile(sinks.astype(jnp.float32).reshape(num_kv_heads, group), tile)
-        start = start._replace(highest=jnp.broadcast_to(highest, rows.shape[:-1]), total=jnp.ones_like(start.total))
+        start = start._replace(highest=jnp.broadcast_to(highest[None], rows.shape[:-1]), total=jnp.ones_like(start.total))
     out = _run_groups(tiles, start, storage, scale=scale, window=window, soft_cap=soft_cap)
 
     out = jnp.moveaxis(out.reshape(num_tiles, num_kv_heads, tile, group, head_dim), 1, 2).reshape(num_tiles * tile, num_heads, head_dim)
@@ -122,7 +122,7 @@ def _tile_rows(
     tile_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-counts // tile))])
     index = jnp.arange(min(num_seqs, num_queries) + num_queries // tile, dtype=jnp.int32)  # at most so many tiles
     seq = jnp.clip(jnp.searchsorted(tile_starts, index, side="right", method="compare_all") - 1, 0, num_seqs - 1).astype(jnp.int32)
-    offset = (index - tile_starts[seq])[:, None] * tile + jnp.arange(tile, dtype=jnp.int32)
+    offset = (index - tile_starts[seq])[:, None] * tile + jnp.arange(tile, dtype=jnp.int32)[None]
     position = lengths[seq, None] - counts[seq, None] + offset
     exists = (index < tile_starts[-1])[:, None] & (offset < counts[seq, None])
     row = jnp.where(exists, query_starts[seq, None] + offset, 0)
@@ -170,14 +170,14 @@ def _walk_context(
         units = step * chunk_units + jnp.arange(chunk_units, dtype=jnp.int32)
         block = jnp.take(tiles.blocks, units // parts, axis=1, mode="fill", fill_value=0)  # [P, units]
         known = (block > 0) & (block < num_blocks)
-        head = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
-        index = (jnp.where(known, block, 0)[:, None] * num_kv_heads + head) * parts + units % parts
+        head = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
+        index = (jnp.where(known, block, 0)[:, None] * num_kv_heads + head) * parts + (units % parts)[None, None]
 
         token = step * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        exists = jnp.repeat(known, unit, axis=1) & (token < tiles.end[:, None])  # [P, chunk]
-        visible = exists[:, None] & (token <= tiles.position[..., None])  # [P, R, chunk]
+        exists = jnp.repeat(known, unit, axis=1) & (token[None] < tiles.end[:, None])  # [P, chunk]
+        visible = exists[:, None] & (token[None, None] <= tiles.position[..., None])  # [P, R, chunk]
         if window is not None:
-            visible &= token > tiles.position[..., None] - window
+            visible &= token[None, None] > tiles.position[..., None] - window
         keys = gather(key_rows, index)
         # A value outside the context may be NaN, and 0 * NaN is NaN.
         values = jnp.where(exists[:, None, :, None], gather(value_rows, index), 0)

@@ -1,0 +1,1 @@
+"""Checkpoint formats: each module has `detect(path) -> bool` and `load(path, dtype) -> LoadedModel`."""
