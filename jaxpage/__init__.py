@@ -5,7 +5,7 @@ from jaxpage.block_pool import BlockPool
 from jaxpage.block_table import BlockTable
 from jaxpage.completion import Completion, TokenLogprob
 from jaxpage.config import CacheConfig
-from jaxpage.decode import DecodeState, Decoded, decode_loop, decode_step, init_state, prefill
+from jaxpage.decode import Decoded, DecodeState, decode_loop, decode_step, init_state, prefill
 from jaxpage.generate import BatchDecoder, Stats, Update, generate
 from jaxpage.inspect import Usage, check_cache, usage
 from jaxpage.kv_cache import KVCache, attach, fork, init_cache, release, reserve, truncate

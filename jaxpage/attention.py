@@ -103,9 +103,7 @@ def query_positions(lengths: Int[Array, " S"], query_starts: Int[Array, " S+1"] 
     return jax.numpy.maximum(ragged.query_places(lengths, query_starts, num_queries)[1], 0)
 
 
-def _check_values(
-    storage: layout.Storage, block_table: Array, lengths: Array, query_starts: Array | None, num_queries: int
-) -> None:
+def _check_values(storage: layout.Storage, block_table: Array, lengths: Array, query_starts: Array | None, num_queries: int) -> None:
     held = layout.sizes(storage)
     check = functools.partial(validate.dynamic, num_blocks=held.num_blocks, block_size=held.block_size, num_queries=num_queries)
     arrays = (block_table, lengths, query_starts)

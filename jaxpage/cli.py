@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import sys
-
 from collections.abc import Iterator, Sequence
 from typing import Annotated, TextIO
 
@@ -138,13 +137,13 @@ class Generate:
         with _json_output(self.json) as output:
             for update in decoder.run(ids, requests):
                 if self.stream and self.json != "-":
-                    _print_piece(update, streams[update.index], alone=len(texts) == 1)
+                    _print_piece(update, streams[update.prompt_index], alone=len(texts) == 1)
                 if update.completion is None:
                     continue
                 if output is not None:
-                    print(json.dumps(_record(update.completion, texts[update.index]), ensure_ascii=False), file=output, flush=True)
+                    print(json.dumps(_record(update.completion, texts[update.prompt_index]), ensure_ascii=False), file=output, flush=True)
                 if not self.stream and self.json != "-":
-                    _print_completion(update.completion, texts[update.index])
+                    _print_completion(update.completion, texts[update.prompt_index])
         if self.stats:
             print(_stats_line(decoder), file=sys.stderr if self.json == "-" else sys.stdout)
 
@@ -155,29 +154,32 @@ class Generate:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `jaxpage` command. Bad input ends it with one line on stderr and exit code 2."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if list(arguments) == ["--version"]:
-        print(importlib.metadata.version("jaxpage"))
-        return
-    command = tyro.extras.subcommand_cli_from_dict(
-        {"generate": Generate, "fetch": Fetch, "convert": Convert},
-        prog="jaxpage",
-        description="Paged attention in JAX: run language models from a paged KV cache. `jaxpage --version` prints the version.",
-        args=list(arguments),
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
-    )
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     # Compiled programs are kept beside the models, so that only the first run of a shape waits for the compiler.
     jax.config.update("jax_compilation_cache_dir", str(fetch.default_home() / "programs"))
     try:
-        command.run()
-    except (ValueError, FileNotFoundError, NotImplementedError, FileExistsError) as error:
-        print(f"jaxpage: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        if arguments == ["--version"]:
+            print(importlib.metadata.version("jaxpage"))
+        else:
+            _command(arguments).run()
     except BrokenPipeError:
         # The reader has gone, as in `jaxpage ... | head`; what else is buffered goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, NotImplementedError, OSError) as error:
+        print(f"jaxpage: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _command(arguments: list[str]) -> Generate | Fetch | Convert:
+    return tyro.extras.subcommand_cli_from_dict(
+        {"generate": Generate, "fetch": Fetch, "convert": Convert},
+        prog="jaxpage",
+        description="Paged attention in JAX: run language models from a paged KV cache. `jaxpage --version` prints the version.",
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+    )
 
 
 def _load(model: str, dtype: str) -> LoadedModel:
@@ -235,7 +237,7 @@ def _print_piece(update: jaxpage.Update, stream: StreamDecoder, *, alone: bool) 
     if alone:
         print(text, end="\n" if update.completion else "", flush=True)
     else:
-        print(f"[{update.index}] {text!r}" + (f" ({update.completion.finish_reason})" if update.completion else ""), flush=True)
+        print(f"[{update.prompt_index}] {text!r}" + (f" ({update.completion.finish_reason})" if update.completion else ""), flush=True)
 
 
 def _stats_line(decoder: jaxpage.BatchDecoder) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxpage.sampler_arrays import stop_ids
 from jaxpage.sampling_params import SamplingParams
 
-__all__ = ["Completion", "Detokenize", "Transcript", "TokenLogprob"]
+__all__ = ["Completion", "Detokenize", "TokenLogprob", "Transcript"]
 
 Detokenize = Callable[[Sequence[int]], str]
 
@@ -46,7 +46,9 @@ class Completion:
 class Transcript:
     """Collects a running sequence's tokens and watches for its stop strings."""
 
-    def __init__(self, index: int, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int], detokenize: Detokenize | None):
+    def __init__(
+        self, index: int, prompt_ids: Sequence[int], params: SamplingParams, eos_ids: Sequence[int], detokenize: Detokenize | None
+    ):
         self.index = index
         self.prompt_ids = tuple(prompt_ids)
         self.params = params

@@ -46,7 +46,7 @@ class CacheConfig:
         rows = self.num_blocks * self.block_size * self.num_kv_heads
         if rows > _INT32:
             raise ValueError(
-                f"num_blocks * block_size * num_kv_heads is {rows}, beyond what int32 can number ({_INT32}); use fewer blocks or smaller ones"
+                f"num_blocks * block_size * num_kv_heads is {rows}, beyond what int32 can number ({_INT32}); use fewer or smaller blocks"
             )
 
     @classmethod

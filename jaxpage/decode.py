@@ -1,6 +1,6 @@
 """Prefill and decode on the device: model, sampling, stopping and block allocation in one program."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,26 +8,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.kv_cache import KVCache, blocks_needed, reserve
+from jaxpage.model import CausalModel
 from jaxpage.sampling import Sampler, count_tokens, sample, score_tokens
 
-__all__ = ["LENGTH", "RUNNING", "STOP", "CausalModel", "DecodeState", "Decoded", "decode_loop", "decode_step", "init_state", "prefill"]
+__all__ = ["LENGTH", "RUNNING", "STOP", "DecodeState", "Decoded", "decode_loop", "decode_step", "init_state", "prefill"]
 
 RUNNING, STOP, LENGTH = 0, 1, 2
 """Why a sequence ended, if it did: values of `DecodeState.finish`."""
 
 _LOGIT_ROWS = 64  # prompt rows whose logits are in memory at a time
-
-
-class CausalModel(Protocol):
-    """What a model must offer; `models.Decoder` does."""
-
-    def step(
-        self, tokens: Array, cache: KVCache, lengths: Array, query_starts: Array | None = None, *, implementation: str | None = None
-    ) -> tuple[Array, KVCache]:
-        """Hidden states of new tokens, and the cache with them in it."""
-
-    def logits(self, hidden: Array) -> Array:
-        """Scores of every token id, float32."""
 
 
 class DecodeState(NamedTuple):

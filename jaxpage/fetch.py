@@ -89,6 +89,7 @@ def fetch_model(name: str, *, home: str | os.PathLike[str] | None = None, report
 
 
 def default_home() -> pathlib.Path:
+    """Where downloads and compiled programs are kept: $JAXPAGE_HOME, or else `~/.cache/jaxpage`."""
     return pathlib.Path(os.environ.get("JAXPAGE_HOME") or "~/.cache/jaxpage").expanduser()
 
 

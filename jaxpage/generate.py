@@ -1,9 +1,10 @@
 """Batch generation from the host: admit prompts, prefill, decode in rounds, hand out what was produced."""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Generator, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,38 +12,19 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from jaxpage import decode
-from jaxpage.buckets import BLOCK_BUCKETS, SEQ_BUCKETS, TOKEN_BUCKETS, bucket
+from jaxpage.admission import Request, admit, check_requests, size_cache
+from jaxpage.buckets import SEQ_BUCKETS
 from jaxpage.completion import Completion, Detokenize, TokenLogprob, Transcript
-from jaxpage.config import CacheConfig
-from jaxpage.decode import DecodeState, Decoded
+from jaxpage.decode import Decoded, DecodeState
 from jaxpage.inspect import Usage, usage
-from jaxpage.kv_cache import KVCache, init_cache, release, reserve
+from jaxpage.kv_cache import KVCache, init_cache, release
+from jaxpage.model import CausalModel
 from jaxpage.programs import Programs
+from jaxpage.prompt_passes import prefill_prompts
 from jaxpage.sampler_arrays import Features, build_sampler
 from jaxpage.sampling_params import SamplingParams
 
 __all__ = ["BatchDecoder", "Stats", "Update", "generate"]
-
-
-class ModelSizes(Protocol):
-    """The fields of a model's configuration that a cache is sized by; `models.ModelConfig` has them."""
-
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-    @property
-    def num_layers(self) -> int: ...  # noqa: D102
-    @property
-    def num_kv_heads(self) -> int: ...  # noqa: D102
-    @property
-    def head_dim(self) -> int: ...  # noqa: D102
-    @property
-    def max_length(self) -> int: ...  # noqa: D102
-
-
-class GenerativeModel(decode.CausalModel, Protocol):
-    """A causal model that tells its sizes."""
-
-    config: ModelSizes
 
 
 @dataclasses.dataclass
@@ -54,20 +36,15 @@ class Stats:
     prompt_tokens: int = 0
     tokens: int = 0
     kv_bytes: int = 0
-    usage: Usage = Usage(0, 0, 0, 0)
+    usage: Usage = dataclasses.field(default_factory=lambda: Usage(0, 0, 0, 0))
 
 
 class Update(NamedTuple):
     """News of one sequence: tokens it produced, and the whole of it once it has ended."""
 
-    index: int
+    prompt_index: int
     token_ids: tuple[int, ...]
     completion: Completion | None
-
-
-class _Request(NamedTuple):
-    transcript: Transcript
-    max_tokens: int  # what the request asks or the context allows
 
 
 class BatchDecoder:
@@ -79,7 +56,7 @@ class BatchDecoder:
 
     def __init__(
         self,
-        model: GenerativeModel,
+        model: CausalModel,
         *,
         eos_ids: Sequence[int] = (),
         detokenize: Detokenize | None = None,
@@ -132,177 +109,88 @@ class BatchDecoder:
           ValueError: an empty or too long prompt, an id outside the vocabulary, or a pool that cannot hold a prompt. Nothing has been
             produced then.
         """
-        requests = self._requests(prompts, params)
+        requests = check_requests(prompts, params, self.model.config)
+        if any(request.params.stop for request in requests) and self.detokenize is None:
+            raise ValueError("stop strings need a detokenizer")
         if not requests:
             return
-        config = self._cache_config(requests)
-        features = Features.of([request.transcript.params for request in requests], self.eos_ids)
+        config = size_cache(
+            requests,
+            self.model.config,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_seqs=self.max_seqs,
+            dtype=self.cache_dtype,
+        )
+        features = Features.of([request.params for request in requests], self.eos_ids)
         cache = init_cache(config)
         self.stats.kv_bytes = config.pool_bytes
         while requests:
-            batch = self._admit(requests, config)
+            batch = admit(requests, config)
             requests = requests[len(batch) :]
-            cache = yield from self._run_batch(cache, batch, features, config)
+            cache = yield from self._run_batch(cache, batch, features, config.max_seqs)
 
-    def _requests(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[_Request]:
-        many = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(many) != len(prompts):
-            raise ValueError(f"params must be one SamplingParams or one for each of the {len(prompts)} prompts, got {len(many)}")
-        sizes = self.model.config
-        requests = []
-        for index, (prompt, one) in enumerate(zip(prompts, many, strict=True)):
-            if len(prompt) == 0:
-                raise ValueError(f"prompt {index} is empty; a prompt needs at least one token")
-            if len(prompt) > sizes.max_length:
-                raise ValueError(f"prompt {index} has {len(prompt)} tokens, the model's context holds {sizes.max_length}")
-            if not 0 <= min(prompt) <= max(prompt) < sizes.vocab_size:
-                raise ValueError(f"prompt {index} holds a token id outside the vocabulary of {sizes.vocab_size}")
-            if one.stop and self.detokenize is None:
-                raise ValueError("stop strings need a detokenizer")
-            # The last token produced is never written to the cache.
-            room = sizes.max_length - len(prompt) + 1
-            transcript = Transcript(index, prompt, one, self.eos_ids, self.detokenize)
-            requests.append(_Request(transcript, min(one.max_tokens, room)))
-        return requests
-
-    def _cache_config(self, requests: Sequence[_Request]) -> CacheConfig:
-        blocks = [-(-(len(request.transcript.prompt_ids) + request.max_tokens - 1) // self.block_size) for request in requests]
-        if self.num_blocks is not None:
-            for request in requests:
-                need = self._prompt_blocks(request) + 1
-                if need > self.num_blocks:
-                    raise ValueError(
-                        f"prompt {request.transcript.index} needs {need} blocks of {self.block_size} tokens (the null block included), "
-                        f"the pool has {self.num_blocks}"
-                    )
-        max_seqs = bucket(min(len(requests), self.max_seqs), SEQ_BUCKETS)
-        sizes = self.model.config
-        return CacheConfig(
-            num_layers=sizes.num_layers,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            num_blocks=self.num_blocks or bucket(sum(sorted(blocks)[-max_seqs:]) + 1, BLOCK_BUCKETS),
-            block_size=self.block_size,
-            max_seqs=max_seqs,
-            max_blocks_per_seq=bucket(max(blocks), BLOCK_BUCKETS),
-            dtype=self.cache_dtype,
-        )
-
-    def _prompt_blocks(self, request: _Request) -> int:
-        return -(-len(request.transcript.prompt_ids) // self.block_size)
-
-    def _admit(self, requests: Sequence[_Request], config: CacheConfig) -> list[_Request]:
-        """The next requests, in order, whose prompts fit the empty pool together."""
-        batch: list[_Request] = []
-        free = config.num_blocks - 1
-        for request in requests[: config.max_seqs]:
-            free -= self._prompt_blocks(request)
-            if free < 0:
-                break
-            batch.append(request)
-        return batch
-
-    def _run_batch(self, cache: KVCache, batch: list[_Request], features: Features, config: CacheConfig) -> Iterator[Update]:
-        transcripts = [request.transcript for request in batch]
-        prompts = [transcript.prompt_ids for transcript in transcripts]
-        params = [transcript.params for transcript in transcripts]
+    def _run_batch(self, cache: KVCache, batch: list[Request], features: Features, num_seqs: int) -> Generator[Update, None, KVCache]:
+        transcripts = [Transcript(request.prompt_index, request.prompt, request.params, self.eos_ids, self.detokenize) for request in batch]
         sampler = build_sampler(
-            params,
-            prompts,
+            [request.params for request in batch],
+            [request.prompt for request in batch],
             features,
-            num_seqs=config.max_seqs,
+            num_seqs=num_seqs,
             vocab_size=self.model.config.vocab_size,
             eos_ids=self.eos_ids,
             max_tokens=[request.max_tokens for request in batch],
         )
-        cache = self._prefill(cache, transcripts, config.max_seqs)
-        tokens, active = np.zeros(config.max_seqs, np.int32), np.zeros(config.max_seqs, bool)
-        tokens[: len(batch)] = [prompt[-1] for prompt in prompts]
+        with self._timed("prefill_seconds"):
+            cache = prefill_prompts(self.programs, self.model, cache, transcripts, implementation=self.implementation)
+            jax.block_until_ready(cache)
+        self.stats.prompt_tokens += sum(len(request.prompt) for request in batch)
+        tokens, active = np.zeros(num_seqs, np.int32), np.zeros(num_seqs, bool)
+        tokens[: len(batch)] = [request.prompt[-1] for request in batch]
         active[: len(batch)] = True
         state = decode.init_state(cache, sampler, jnp.asarray(tokens), jnp.asarray(active))
-        wanted = [one.logprobs for one in params if one.logprobs is not None]
         running = dict(enumerate(transcripts))
         while running:
-            start, compiling = time.perf_counter(), self.programs.compile_seconds
-            before = np.asarray(state.num_produced)
-            state, made, starved = self.programs.run(
-                decode.decode_loop,
-                self.model,
-                state,
-                donate=(1,),
-                num_steps=self.steps_per_round,
-                num_logprobs=max(wanted) if wanted else None,
-                implementation=self.implementation,
-            )
-            made, starved, finish, after = jax.device_get((made, starved, state.finish, state.num_produced))
-            self.stats.decode_seconds += time.perf_counter() - start - (self.programs.compile_seconds - compiling)
+            with self._timed("decode_seconds"):
+                state, made = self._round(state, features.num_logprobs)
             self._note_usage(state.cache)
-
-            ended, updates = {}, []
-            for row, transcript in running.items():
-                count = int(after[row] - before[row])
-                known = len(transcript.token_ids)
-                stopped = transcript.extend(made.tokens[row, :count].tolist(), _token_logprobs(made, row, count, transcript.params))
-                if stopped:
-                    ended[row] = "stop"
-                elif finish[row] != decode.RUNNING:
-                    ended[row] = "stop" if finish[row] == decode.STOP else "length"
-                updates.append((row, tuple(transcript.token_ids[known:])))
-            if not ended and starved.any():
+            known = {row: len(transcript.token_ids) for row, transcript in running.items()}
+            ended = {row: reason for row, transcript in running.items() if (reason := made.add_to(row, transcript))}
+            if not ended and made.starved.any():
                 # Nobody ended, so nothing comes free: the last in line gives way.
-                ended[int(np.flatnonzero(starved)[-1])] = "out_of_blocks"
+                ended[int(np.flatnonzero(made.starved)[-1])] = "out_of_blocks"
             if ended:
-                state = self.programs.run(_end, state, jnp.asarray(np.isin(np.arange(config.max_seqs), list(ended))), donate=(0,))
-            for row, new in updates:
-                completion = running[row].complete(ended[row]) if row in ended else None
+                state = self.programs.run(_end, state, jnp.asarray(np.isin(np.arange(num_seqs), list(ended))), donate=(0,))
+            for row, transcript in running.items():
+                new = tuple(transcript.token_ids[known[row] :])
+                completion = transcript.complete(ended[row]) if row in ended else None
                 self.stats.tokens += len(new)
                 if new or completion is not None:
-                    yield Update(running[row].index, new, completion)
+                    yield Update(transcript.index, new, completion)
             running = {row: transcript for row, transcript in running.items() if row not in ended}
         return state.cache
 
-    def _prefill(self, cache: KVCache, transcripts: Sequence[Transcript], num_seqs: int) -> KVCache:
-        """Runs all prompts but their last tokens, which the decode loop takes: there each sequence's first token is sampled."""
+    def _round(self, state: DecodeState, num_logprobs: int | None) -> tuple[DecodeState, "_Round"]:
+        before = np.asarray(state.num_produced)
+        state, made, starved = self.programs.run(
+            decode.decode_loop,
+            self.model,
+            state,
+            donate=(1,),
+            num_steps=self.steps_per_round,
+            num_logprobs=num_logprobs,
+            implementation=self.implementation,
+        )
+        made, starved, finish, after = jax.device_get((made, starved, state.finish, state.num_produced))
+        return state, _Round(made, after - before, finish, starved)
+
+    @contextlib.contextmanager
+    def _timed(self, field: str) -> Iterator[None]:
+        """Adds the time of the block to a field of the statistics, without what went into compiling."""
         start, compiling = time.perf_counter(), self.programs.compile_seconds
-        lengths = np.zeros(num_seqs, np.int32)
-        lengths[: len(transcripts)] = [len(transcript.prompt_ids) - 1 for transcript in transcripts]
-        cache, ok = self.programs.run(reserve, cache, jnp.asarray(lengths), donate=(0,))
-        if not bool(jnp.all(ok)):
-            raise RuntimeError("an admitted batch does not fit the pool")
-        scored = any(transcript.params.prompt_logprobs for transcript in transcripts)
-        done = np.zeros(num_seqs, np.int32)
-        while (done < lengths).any():
-            # Fill one pass with what is left of the prompts, in row order.
-            left = lengths - done
-            starts = np.minimum(np.concatenate([[0], np.cumsum(left)]), TOKEN_BUCKETS[-1]).astype(np.int32)
-            counts = np.diff(starts)
-            tokens = np.zeros(bucket(int(starts[-1]), TOKEN_BUCKETS), np.int32)
-            targets = np.zeros_like(tokens)
-            for row, transcript in enumerate(transcripts):
-                first, count = done[row], counts[row]
-                place = slice(starts[row], starts[row] + count)
-                tokens[place] = transcript.prompt_ids[first : first + count]
-                targets[place] = transcript.prompt_ids[first + 1 : first + count + 1]
-            done += counts
-            cache, scores = self.programs.run(
-                decode.prefill,
-                self.model,
-                cache,
-                jnp.asarray(tokens),
-                jnp.asarray(np.where(counts > 0, done, 0).astype(np.int32)),
-                jnp.asarray(starts),
-                *([jnp.asarray(targets)] if scored else []),
-                donate=(1,),
-                implementation=self.implementation,
-            )
-            if scores is not None:
-                scores = np.asarray(scores)
-                for row, transcript in enumerate(transcripts):
-                    transcript.prompt_logprobs.extend(scores[starts[row] : starts[row] + counts[row]].tolist())
-        jax.block_until_ready(cache)
-        self.stats.prompt_tokens += sum(len(transcript.prompt_ids) for transcript in transcripts)
-        self.stats.prefill_seconds += time.perf_counter() - start - (self.programs.compile_seconds - compiling)
-        return cache
+        yield
+        spent = time.perf_counter() - start - (self.programs.compile_seconds - compiling)
+        setattr(self.stats, field, getattr(self.stats, field) + spent)
 
     def _note_usage(self, cache: KVCache) -> None:
         now = usage(cache)
@@ -310,25 +198,33 @@ class BatchDecoder:
             self.stats.usage = now
 
 
+class _Round(NamedTuple):
+    """What a round of decode steps produced, on the host."""
+
+    made: Decoded
+    counts: np.ndarray  # tokens of each row
+    finish: np.ndarray
+    starved: np.ndarray
+
+    def add_to(self, row: int, transcript: Transcript) -> str | None:
+        """Adds the row's tokens to its transcript. The reason why the sequence ended, or None."""
+        count = int(self.counts[row])
+        tokens, logprobs, top_ids, top_logprobs = jax.tree.map(lambda array: array[row, :count].tolist(), self.made)
+        scored = []
+        if logprobs is not None and transcript.params.logprobs is not None:
+            best = [tuple(zip(*pair, strict=True))[: transcript.params.logprobs] for pair in zip(top_ids, top_logprobs, strict=True)]
+            scored = [TokenLogprob(*token) for token in zip(tokens, logprobs, best, strict=True)]
+        if transcript.extend(tokens, scored):
+            return "stop"
+        return {decode.RUNNING: None, decode.STOP: "stop", decode.LENGTH: "length"}[int(self.finish[row])]
+
+
 def _end(state: DecodeState, mask: Bool[Array, " S"]) -> DecodeState:
     return state._replace(cache=release(state.cache, mask), active=state.active & ~mask)
 
 
-def _token_logprobs(made: Decoded, row: int, count: int, params: SamplingParams) -> list[TokenLogprob]:
-    if params.logprobs is None or made.logprobs is None or made.top_ids is None or made.top_logprobs is None:
-        return []
-    return [
-        TokenLogprob(
-            int(made.tokens[row, step]),
-            float(made.logprobs[row, step]),
-            tuple(zip(made.top_ids[row, step].tolist(), made.top_logprobs[row, step].tolist(), strict=True))[: params.logprobs],
-        )
-        for step in range(count)
-    ]
-
-
 def generate(
-    model: GenerativeModel,
+    model: CausalModel,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008  (frozen)
     **options: object,

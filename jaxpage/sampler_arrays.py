@@ -14,13 +14,14 @@ __all__ = ["Features", "build_sampler"]
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """Which parts of a `Sampler` a set of requests uses. Batches of the same features share one compiled program."""
+    """What a set of requests uses of the sampler and its results. Batches of the same features share one compiled program."""
 
     random: bool
     truncated: bool
     penalised: bool
     num_biases: int
     num_stop_ids: int
+    num_logprobs: int | None
 
     @classmethod
     def of(cls, requests: Sequence[SamplingParams], eos_ids: Sequence[int]) -> "Features":
@@ -34,6 +35,7 @@ class Features:
             ),
             num_biases=max((len(params.logit_bias) for params in requests), default=0),
             num_stop_ids=max((len(stop_ids(params, eos_ids)) for params in requests), default=0),
+            num_logprobs=max((params.logprobs for params in requests if params.logprobs is not None), default=None),
         )
 
 
@@ -68,7 +70,7 @@ def build_sampler(
     """
 
     def column(name: str, dtype: type, default: float) -> jnp.ndarray:
-        values = np.full(num_seqs, default, dtype)
+        values: np.ndarray = np.full(num_seqs, default, dtype)
         values[: len(requests)] = [getattr(params, name) for params in requests]
         return jnp.asarray(values)
 

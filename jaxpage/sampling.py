@@ -3,6 +3,7 @@
 Parameters of all sequences are arrays. What no sequence of the batch uses is None, so that a greedy batch compiles to an argmax.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -60,9 +61,7 @@ class Sampler(NamedTuple):
     bias: Bias | None
 
 
-def sample(
-    logits: Float[Array, "S V"], sampler: Sampler, lengths: Int[Array, " S"], num_produced: Int[Array, " S"]
-) -> Int[Array, " S"]:
+def sample(logits: Float[Array, "S V"], sampler: Sampler, lengths: Int[Array, " S"], num_produced: Int[Array, " S"]) -> Int[Array, " S"]:
     """Chooses each sequence's next token.
 
     Args:
@@ -149,7 +148,7 @@ def _ordered_bits(values: Float[Array, "S V"]) -> Int[Array, "S V"]:
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
 
-def _highest(holds, rows: int) -> Int[Array, " S"]:
+def _highest(holds: Callable[[Array], Array], rows: int) -> Int[Array, " S"]:
     """The highest integer of each row for which a condition holds that every lower integer meets too."""
 
     def halve(_: Int[Array, ""], bounds: tuple) -> tuple:

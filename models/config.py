@@ -1,6 +1,7 @@
 """What a decoder is made of, as data.
 
-A family (Llama, Qwen2, Qwen3) is a set of values of `ModelConfig`, never a subclass: the decoder reads these fields and knows no family names.
+A family (Llama, Qwen2, Qwen3) is a set of values of `ModelConfig`, never a subclass: the decoder reads these fields and knows no
+family names.
 """
 
 import dataclasses
@@ -48,10 +49,10 @@ class ModelConfig:
     windows: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_length"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"ModelConfig.{field} must be a positive integer, got {value!r}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"ModelConfig.{field.name} must be a positive integer, got {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}")
         if self.head_dim % 2:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import jaxpage
@@ -24,7 +25,7 @@ Attend = Callable[[int, Array, Array, Array], Array]
 class Attention(nnx.Module):
     """Projections, optional per-head norms and RoPE around an attention function that the caller brings."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.sizes = (heads, kv_heads, dim)
         self.qkv_proj = Linear(config.hidden_size, (heads + 2 * kv_heads) * dim, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
@@ -45,7 +46,7 @@ class Attention(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
@@ -65,7 +66,7 @@ class Decoder(nnx.Module):
       rngs: source of the initial weights; loaders overwrite them.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 __all__ = ["Embedding", "FeedForward", "Linear", "RMSNorm", "apply_rope", "project", "rope_table"]
@@ -28,12 +29,13 @@ def project(x: Float[Array, "*rows in"], weight: Float[Array, "out in"]) -> Floa
 class Linear(nnx.Module):
     """A projection with an optional bias."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, dtype: DTypeLike, rngs: nnx.Rngs):
         init = jax.nn.initializers.normal(0.02)
         self.weight = nnx.Param(init(rngs.params(), (out_features, in_features), dtype))
         self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+        """Projects the last axis."""
         out = project(x, self.weight[...])
         if self.bias is not None:
             out = out + jnp.broadcast_to(self.bias[...].astype(jnp.float32), out.shape)
@@ -43,10 +45,11 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """The token table: rows on the way in, and logits on the way out where the output projection is tied."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = nnx.Param(jax.nn.initializers.normal(0.02)(rngs.params(), (vocab_size, hidden_size), dtype))
 
     def __call__(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows hidden"]:
+        """Rows of the table."""
         return self.weight[...][tokens]
 
     def logits(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows vocab"]:
@@ -57,11 +60,12 @@ class Embedding(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, computed in float32 (Zhang and Sennrich, 2019)."""
 
-    def __init__(self, size: int, eps: float, *, dtype: jnp.dtype):
+    def __init__(self, size: int, eps: float, *, dtype: DTypeLike):
         self.weight = nnx.Param(jnp.ones(size, dtype))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+        """Norms the last axis."""
         wide = x.astype(jnp.float32)
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return wide.astype(x.dtype) * jnp.broadcast_to(self.weight[...], x.shape)
@@ -70,11 +74,12 @@ class RMSNorm(nnx.Module):
 class FeedForward(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)), with gate and up in one projection (Shazeer, 2020)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, hidden_size: int, intermediate_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
+        """Applies the layer to each row."""
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
         return self.down_proj(jax.nn.silu(gate) * up)
 

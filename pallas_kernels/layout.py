@@ -1,7 +1,8 @@
 """How one layer's KV blocks are stored: logical <-> physical, per backend. Nobody else knows the physical shape.
 
-Logically a layer holds keys and values [N, B, K, D]: N blocks of B tokens, K kv heads of width D. Each backend stores them its own way, as a
-NamedTuple type of its own. N leads in every array of every layout, so whole blocks are copied, swapped and saved without knowing the rest.
+Logically a layer holds keys and values [N, B, K, D]: N blocks of B tokens, K kv heads of width D. Each backend stores them its own way,
+as a NamedTuple type of its own. N leads in every array of every layout, so whole blocks are copied, swapped and saved without knowing
+the rest.
 """
 
 from typing import NamedTuple

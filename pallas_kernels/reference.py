@@ -3,7 +3,6 @@
 Slow and memory-hungry on purpose: it is what the others are compared with. It is differentiable.
 """
 
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from pallas_kernels import layout
 
@@ -52,9 +53,9 @@ def static(
         raise ValueError(f"decode (query_starts=None) takes one query a sequence: q has {num_queries} rows, block_table {num_seqs}")
     if query_starts is not None and query_starts.shape != (num_seqs + 1,):
         raise ValueError(f"query_starts must have shape [S + 1] = {(num_seqs + 1,)}, got {query_starts.shape}")
-    for name, array in (("block_table", block_table), ("lengths", lengths), ("query_starts", query_starts)):
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ValueError(f"{name} must hold integers, got {array.dtype.name}")
+    for name, indices in (("block_table", block_table), ("lengths", lengths), ("query_starts", query_starts)):
+        if indices is not None and not jnp.issubdtype(indices.dtype, jnp.integer):
+            raise ValueError(f"{name} must hold integers, got {indices.dtype.name}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 token or None, got {window}")
     if soft_cap is not None and soft_cap <= 0:
@@ -64,9 +65,9 @@ def static(
 
 
 def dynamic(
-    block_table: np.ndarray,
-    lengths: np.ndarray,
-    query_starts: np.ndarray | None,
+    block_table: ArrayLike,
+    lengths: ArrayLike,
+    query_starts: ArrayLike | None,
     *,
     num_blocks: int,
     block_size: int,

@@ -142,6 +142,7 @@ def test_a_block_outside_the_pool_is_neither_read_nor_written(implementation, ba
 def test_a_position_beyond_the_table_is_dropped(implementation):
     problem = build(Case((32, 16), block_size=16, width=2))
     q, k, v, storage, table, lengths, _ = problem.arguments
+    storage = jax.tree.map(jnp.nan_to_num, storage)  # the slot of token 31, which stays unwritten here, is in sight
     grown = lengths.at[0].set(33)
     out, after = run(Problem((q, k, v, storage, table, grown, None), problem.options, problem.keys, problem.values), implementation)
     assert np.isfinite(np.asarray(out)).all()
@@ -166,7 +167,10 @@ def test_contiguous_reservation_agrees_with_the_oracle():
     lengths = jnp.asarray([7, 0, 40, 1])
     cache, ok = jaxpage.reserve(cache, lengths)
     assert ok.all()
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
     storage = layout.pack(draw(5, 40, 2, 16), draw(5, 40, 2, 16))
     q, k, v = draw(4, 6, 16), draw(4, 2, 16), draw(4, 2, 16)
     for window in (None, 9):
@@ -212,7 +216,9 @@ def test_wrong_arguments_are_named(changes, message):
         jaxpage.paged_attention(*arguments, scale=1.0)
 
 
-@pytest.mark.parametrize(("options", "message"), [({"window": 0}, "window"), ({"soft_cap": 0.0}, "soft_cap"), ({"sinks": jnp.zeros(3)}, "sinks")])
+@pytest.mark.parametrize(
+    ("options", "message"), [({"window": 0}, "window"), ({"soft_cap": 0.0}, "soft_cap"), ({"sinks": jnp.zeros(3)}, "sinks")]
+)
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         jaxpage.paged_attention(*build(Case((20, 40))).arguments, scale=1.0, **options)

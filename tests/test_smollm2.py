@@ -78,6 +78,6 @@ def test_a_seeded_sequence_gives_the_same_tokens_alone_and_in_a_batch(smollm2):
     decoder = jaxpage.BatchDecoder(smollm2.decoder)
     mates = jaxpage.SamplingParams(max_tokens=16, temperature=1.3, seed=99)
     seeded = jaxpage.SamplingParams(max_tokens=16, temperature=0.8, top_p=0.9, top_k=50, seed=7)
-    together = {update.index: update.completion for update in decoder.run(IDS, [mates, seeded, mates]) if update.completion}
+    together = {update.prompt_index: update.completion for update in decoder.run(IDS, [mates, seeded, mates]) if update.completion}
     (alone,) = [update.completion for update in decoder.run([IDS[1]], seeded) if update.completion]
     assert together[1].token_ids == alone.token_ids

@@ -1,0 +1,295 @@
+"""Decode speed: the paged cache against a contiguous one, and against transformers.
+
+Both caches run the same decoder and the same loop. Cache contents are random: a step's time does not depend on them, and a prefill of
+32 x 1024 tokens would take longer than all that is measured. Blocks are handed out in shuffled order. Figures are medians; each ratio is
+the median of the ratios of pairs that ran one after the other.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import IO, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxpage
+from experiments.runner import Row, markdown_table, results_folder, run_rows
+from jaxpage.sampler_arrays import Features, build_sampler
+from models import Decoder, ModelConfig
+
+__all__ = ["DecodeBench", "run"]
+
+SMOLLM2_135M = ModelConfig(
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    max_length=8192,
+    rope_theta=100000.0,
+    tie_embeddings=True,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeBench:
+    """Decode step times of the paged cache against a contiguous one, on a decoder of SmolLM2-135M's sizes with random weights."""
+
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    """Dtypes of weights and cache."""
+    batches: tuple[int, ...] = (1, 8, 32)
+    """Sequences decoded at a time."""
+    contexts: tuple[int, ...] = (128, 1024)
+    """Tokens each sequence holds before the first step."""
+    block_size: int = 16
+    """Tokens a KV block holds."""
+    steps: int = 16
+    """Decode steps of one run."""
+    pairs: int = 9
+    """Runs of each side."""
+    allocation_seqs: int = 256
+    """Sequences of the allocation row; 0 leaves it out."""
+    peer: Literal["none", "transformers"] = "none"
+    """Also measure transformers' model.generate on the same work."""
+    peer_python: str = sys.executable
+    """The Python that has torch and transformers."""
+    peer_batches: tuple[int, ...] = (8, 32)
+    """Batches of the peer rows: prompts of 128 tokens, 32 new ones each."""
+    seed: int = 0
+    """Seed of weights, cache contents and block order."""
+
+
+def run(config: DecodeBench) -> None:
+    """Measures, writes results/decode_bench/<hash>/ and prints the tables."""
+    folder = results_folder("decode_bench", config)
+    points = len(config.dtypes) * len(config.batches) * len(config.contexts) + bool(config.allocation_seqs)
+    points += len(config.dtypes) * len(config.peer_batches) * (config.peer != "none")
+    rows = run_rows(folder, _rows(config), points)
+    steps = [row for row in rows if row["row"] == "step"]
+    text = f"Machine: {platform.machine()}, {os.cpu_count()} cores; jax {jax.__version__} on {jax.default_backend()}.\n\n"
+    text += markdown_table(steps, ("dtype", "batch", "context", "contiguous_step_ms", "paged_step_ms", "ratio", "ratio_low", "ratio_high"))
+    for kind in ("allocation", "peer"):
+        chosen = [row for row in rows if row["row"] == kind]
+        if chosen:
+            text += "\n" + markdown_table(chosen, [column for column in chosen[0] if column != "row"])
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    print(text)
+    print(f"written to {folder}")
+
+
+def _rows(config: DecodeBench) -> Iterator[Row]:
+    with contextlib.ExitStack() as stack:
+        peer = stack.enter_context(_peer(config.peer_python)) if config.peer == "transformers" else None
+        for dtype in config.dtypes:
+            model = Decoder(SMOLLM2_135M, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(config.seed))
+            for batch in config.batches:
+                for context in config.contexts:
+                    yield _step_row(config, model, dtype, batch, context)
+            if config.allocation_seqs and dtype == config.dtypes[0]:
+                yield _allocation_row(config, model, dtype)
+            if peer is not None:
+                for batch in config.peer_batches:
+                    yield _peer_row(config, model, dtype, batch, peer)
+
+
+def _start(config: DecodeBench, dtype: str, batch: int, context: int, *, contiguous: bool) -> jaxpage.DecodeState:
+    """A batch whose sequences hold `context` tokens of random keys and values and have room for the steps."""
+    length = context + config.steps
+    sizes = {"num_layers": SMOLLM2_135M.num_layers, "num_kv_heads": SMOLLM2_135M.num_kv_heads, "head_dim": SMOLLM2_135M.head_dim}
+    if contiguous:
+        cache_config = jaxpage.CacheConfig.contiguous(**sizes, max_seqs=batch, max_length=length, dtype=dtype)
+    else:
+        width = -(-length // config.block_size)
+        cache_config = jaxpage.CacheConfig(
+            **sizes,
+            num_blocks=batch * width + 1,
+            block_size=config.block_size,
+            max_seqs=batch,
+            max_blocks_per_seq=width,
+            dtype=dtype,
+        )
+    cache = jaxpage.init_cache(cache_config)
+    rng = np.random.default_rng(config.seed)
+    order = np.concatenate([rng.permutation(np.arange(1, cache_config.num_blocks)), [0]]).astype(np.int32)
+    keys = iter(jax.random.split(jax.random.key(config.seed), 2 * cache_config.num_layers))
+    storage = jax.tree.map(lambda array: jax.random.normal(next(keys), array.shape, array.dtype), cache.storage)
+    cache = cache._replace(storage=storage, pool=cache.pool._replace(free=jnp.asarray(order)))
+    cache, ok = jax.jit(jaxpage.reserve, donate_argnums=0)(cache, jnp.full(batch, context, jnp.int32))
+    assert bool(ok.all())
+    params = [jaxpage.SamplingParams(max_tokens=2**30, ignore_eos=True)] * batch
+    sampler = build_sampler(
+        params,
+        [[0]] * batch,
+        Features.of(params, ()),
+        num_seqs=batch,
+        vocab_size=SMOLLM2_135M.vocab_size,
+        eos_ids=(),
+        max_tokens=[2**30] * batch,
+    )
+    tokens = jnp.asarray(rng.integers(0, SMOLLM2_135M.vocab_size, batch), jnp.int32)
+    return jaxpage.init_state(cache, sampler, tokens, jnp.ones(batch, bool))
+
+
+def _rewound(state: jaxpage.DecodeState, context: int) -> jaxpage.DecodeState:
+    """The state as it was before the steps; the blocks of the new tokens go back to the pool."""
+    return state._replace(cache=jaxpage.truncate(state.cache, jnp.full_like(state.cache.table.lengths, context)))
+
+
+def _stepper(config: DecodeBench, model: Decoder, state: jaxpage.DecodeState, context: int) -> Callable[[], float]:
+    """A function that decodes the steps and returns the seconds one takes."""
+    loop = jax.jit(lambda model, state: jaxpage.decode_loop(model, state, config.steps), donate_argnums=1)
+    rewind = jax.jit(lambda state: _rewound(state, context), donate_argnums=0)
+    held = [state]
+
+    def measure() -> float:
+        held[0] = jax.block_until_ready(rewind(held[0]))
+        start = time.perf_counter()
+        held[0], made, _ = jax.block_until_ready(loop(model, held[0]))
+        seconds = (time.perf_counter() - start) / config.steps
+        assert bool((made.tokens >= 0).all())
+        return seconds
+
+    return measure
+
+
+def _paired(first: Callable[[], float], second: Callable[[], float], pairs: int) -> tuple[float, float, list[float]]:
+    """Medians of both and the sorted ratios second / first of runs taken in turn, after one run of each that does not count."""
+    first(), second()
+    both = [(first(), second()) for _ in range(pairs)]
+    return statistics.median(a for a, _ in both), statistics.median(b for _, b in both), sorted(b / a for a, b in both)
+
+
+def _step_row(config: DecodeBench, model: Decoder, dtype: str, batch: int, context: int) -> Row:
+    contiguous, paged = (
+        _stepper(config, model, _start(config, dtype, batch, context, contiguous=which), context) for which in (True, False)
+    )
+    dense, ours, ratios = _paired(contiguous, paged, config.pairs)
+    return {
+        "row": "step",
+        "dtype": dtype,
+        "batch": batch,
+        "context": context,
+        "contiguous_step_ms": dense * 1e3,
+        "paged_step_ms": ours * 1e3,
+        "ratio": statistics.median(ratios),
+        "ratio_low": ratios[len(ratios) // 4],
+        "ratio_high": ratios[-1 - len(ratios) // 4],
+    }
+
+
+def _allocation_row(config: DecodeBench, model: Decoder, dtype: str) -> Row:
+    """Block allocation alone, against whole steps that contain it."""
+    seqs, context = config.allocation_seqs, config.contexts[0]
+    state = _start(config, dtype, seqs, context, contiguous=False)
+
+    def grow(cache: jaxpage.KVCache) -> jaxpage.KVCache:
+        def step(_: Any, cache: jaxpage.KVCache) -> jaxpage.KVCache:
+            return jaxpage.reserve(cache, cache.table.lengths + 1, max_new_blocks=1)[0]
+
+        cache = jax.lax.fori_loop(0, config.steps, step, cache)
+        return cache
+
+    grow_all = jax.jit(grow, donate_argnums=0)
+    rewind = jax.jit(lambda cache: jaxpage.truncate(cache, jnp.full_like(cache.table.lengths, context)), donate_argnums=0)
+    held = [state.cache]
+
+    def measure() -> float:
+        held[0] = jax.block_until_ready(rewind(held[0]))
+        start = time.perf_counter()
+        held[0] = jax.block_until_ready(grow_all(held[0]))
+        return (time.perf_counter() - start) / config.steps
+
+    measure()
+    allocation = statistics.median(measure() for _ in range(config.pairs))
+    whole = _stepper(config, model, state._replace(cache=held[0]), context)
+    whole()
+    step = statistics.median(whole() for _ in range(3))
+    return {
+        "row": "allocation",
+        "dtype": dtype,
+        "seqs": seqs,
+        "context": context,
+        "allocation_ms": allocation * 1e3,
+        "step_ms": step * 1e3,
+        "share": allocation / step,
+    }
+
+
+@contextlib.contextmanager
+def _peer(python: str) -> Iterator[Callable[[dict], dict]]:
+    """The transformers process: a function from a request to its answer."""
+    script = os.path.join(os.path.dirname(__file__), "peer_transformers.py")
+    process = subprocess.Popen([python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    requests, answers = process.stdin, process.stdout
+    assert isinstance(requests, IO) or requests is not None
+    assert answers is not None
+
+    def ask(request: dict) -> dict:
+        print(json.dumps(request), file=requests, flush=True)
+        line = answers.readline()
+        if not line:
+            raise ValueError(f"{python} cannot run transformers; install torch and transformers there or name another --peer-python")
+        return json.loads(line)
+
+    try:
+        yield ask
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _peer_row(config: DecodeBench, model: Decoder, dtype: str, batch: int, ask: Callable[[dict], dict]) -> Row:
+    prompt_tokens, new_tokens = 128, 32
+    sizes = SMOLLM2_135M
+    request = {
+        "dtype": dtype,
+        "batch": batch,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "threads": os.cpu_count(),
+        "sizes": {
+            "vocab_size": sizes.vocab_size,
+            "hidden_size": sizes.hidden_size,
+            "intermediate_size": sizes.intermediate_size,
+            "num_hidden_layers": sizes.num_layers,
+            "num_attention_heads": sizes.num_heads,
+            "num_key_value_heads": sizes.num_kv_heads,
+            "head_dim": sizes.head_dim,
+            "max_position_embeddings": sizes.max_length,
+        },
+    }
+    prompts = np.random.default_rng(config.seed).integers(0, sizes.vocab_size, (batch, prompt_tokens)).tolist()
+    params = jaxpage.SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    decoder = jaxpage.BatchDecoder(model, block_size=config.block_size, cache_dtype=dtype)
+
+    def ours() -> float:
+        start = time.perf_counter()
+        tokens = sum(len(update.token_ids) for update in decoder.run(prompts, params))
+        assert tokens == batch * new_tokens
+        return time.perf_counter() - start
+
+    versions = ask(request)["versions"]
+    peer, own, ratios = _paired(lambda: ask(request)["seconds"], ours, max(3, config.pairs // 3))
+    return {
+        "row": "peer",
+        "dtype": dtype,
+        "batch": batch,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "transformers_tokens_per_s": batch * new_tokens / peer,
+        "jaxpage_tokens_per_s": batch * new_tokens / own,
+        "speedup": 1 / statistics.median(ratios),
+        "peer": versions,
+    }
