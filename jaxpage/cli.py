@@ -249,3 +249,7 @@ def _stats_line(decoder: jaxpage.BatchDecoder) -> str:
         f"{usage.blocks_used} of {usage.blocks_total} blocks used, pool {stats.kv_bytes / 1e6:.1f} MB of KV, "
         f"{usage.share:.1%} of the slots in used blocks hold a token"
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -135,6 +135,7 @@ def test_updates_add_up_to_the_completion_whatever_the_round(model, expected):
 SIZES = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "max_seqs": 4}
 PAGED = CacheConfig(**SIZES, num_blocks=33, block_size=4, max_blocks_per_seq=8)
 FOUR = [PROMPTS[index] for index in (1, 4, 5, 7)]
+LAST = jnp.array([prompt[-1] for prompt in FOUR], jnp.int32)
 NO_STOPS = Sampler(jnp.full((4, 0), -1, jnp.int32), jnp.zeros(4, jnp.int32), jnp.full(4, 99, jnp.int32), None, None, None)
 
 
@@ -154,15 +155,16 @@ def decode_all(model, cache, tokens, lengths, starts, last):
     cache, _ = jaxpage.prefill(model, cache, tokens, lengths, starts)
     state = jaxpage.init_state(cache, NO_STOPS, last, jnp.ones(4, bool))
     state, made, starved = jaxpage.decode_loop(model, state, 8, num_logprobs=97)
-    return state, made, jnp.all(ok) & ~jnp.any(starved)
+    return state, made, ok, starved
 
 
 jitted_step = jax.jit(jaxpage.decode_step)
 
 
 def decode_four(model, cache):
-    state, made, fine = decode_all(model, cache, *ragged(FOUR), jnp.array([prompt[-1] for prompt in FOUR], jnp.int32))
-    assert fine
+    state, made, ok, starved = decode_all(model, cache, *ragged(FOUR), LAST)
+    assert ok.all()
+    assert not starved.any()
     jaxpage.check_cache(state.cache)
     return jax.tree.map(np.asarray, made)
 
@@ -204,7 +206,7 @@ def test_steps_one_by_one_equal_the_loop(model):
     cache, _ = jaxpage.reserve(jaxpage.init_cache(PAGED, "xla"), lengths)
     cache, scores = jax.jit(jaxpage.prefill)(model, cache, tokens, lengths, starts)
     assert scores is None
-    state = jaxpage.init_state(cache, NO_STOPS, jnp.array([prompt[-1] for prompt in FOUR], jnp.int32), jnp.array([True, True, False, True]))
+    state = jaxpage.init_state(cache, NO_STOPS, LAST, jnp.array([True, True, False, True]))
     columns = []
     for _ in range(4):
         state, one = jitted_step(model, state)
@@ -229,6 +231,20 @@ def test_a_step_serves_every_row_that_is_not_starved(model):
 
 
 # Running short
+
+
+def test_the_loop_ends_before_the_step_that_lacks_a_block_and_says_whose(model):
+    """Eight blocks take the prompts and three the first tokens; then the first row comes to the end of its block."""
+    made = decode_four(model, jaxpage.init_cache(PAGED, "xla"))
+    cache = jaxpage.init_cache(PAGED, "xla")
+    cache = cache._replace(pool=cache.pool._replace(num_free=jnp.int32(8 + 3)))
+    state, cut, ok, starved = decode_all(model, cache, *ragged(FOUR), LAST)
+    assert ok.all()
+    assert starved.tolist() == [True, False, False, False]
+    assert state.num_produced.tolist() == [3, 3, 3, 3]
+    assert state.active.all()
+    np.testing.assert_array_equal(cut.tokens[:, :3], made.tokens[:, :3])
+    assert (np.asarray(cut.tokens)[:, 3:] == -1).all()
 
 
 def test_out_of_blocks_ends_one_sequence_and_loses_nothing(model, expected):
