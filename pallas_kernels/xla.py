@@ -16,7 +16,8 @@ from pallas_kernels.ragged import query_places, write_slots
 
 __all__ = ["attend", "supports", "write"]
 
-_CHUNK_TOKENS = 128  # context tokens a step gathers for each tile
+_CHUNK_BYTES = 6 * 2**20  # keys and values a step gathers at most for all tiles of a group: what the caches of a CPU core or two hold
+_CHUNK_TOKENS = (64, 1024)  # fewest and most context tokens a step gathers for each tile
 _TILE_QUERIES = 64  # queries of a prefill tile
 _GROUP_ROWS = 512  # query rows times kv heads that a group holds at most; bounds the step's temporaries
 _MASKED = -1e30  # finite, so that a row that sees nothing stays free of NaN
@@ -155,10 +156,13 @@ def _walk_context(
 ) -> Running:
     """Folds the whole context of one group of tiles, chunk by chunk, into its running softmax."""
     num_blocks, block_size, num_kv_heads, head_dim = layout.sizes(storage)
-    unit = _largest_divisor(block_size, _CHUNK_TOKENS)  # tokens of a gathered row: a block, or a part of a large one
+    num_tiles, width = tiles.blocks.shape
+    token_bytes = 2 * num_tiles * num_kv_heads * head_dim * storage.keys.dtype.itemsize
+    budget = min(max(_CHUNK_BYTES // token_bytes, _CHUNK_TOKENS[0]), _CHUNK_TOKENS[1])
+    unit = _largest_divisor(block_size, budget)  # tokens of a gathered row: a block, or a part of a large one
     parts = block_size // unit
-    num_units = tiles.blocks.shape[1] * parts
-    chunk_units = min(num_units, max(1, _CHUNK_TOKENS // unit))
+    num_units = width * parts
+    chunk_units = min(num_units, max(1, budget // unit))
     chunk = chunk_units * unit
     key_rows, value_rows = (side.reshape(-1, unit * head_dim) for side in storage)
 
@@ -203,7 +207,8 @@ def _fold_chunk(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, _MASKED)
     highest = jnp.maximum(running.highest, jnp.max(scores, axis=-1))
-    weights = jnp.where(visible, jnp.exp(scores - highest[..., None]), 0.0)
+    # A row that has seen nothing yet gets weights of 1 here; the decay of its first visible token, exp(-1e30), takes them out again.
+    weights = jnp.exp(scores - highest[..., None])
     decay = jnp.exp(running.highest - highest)
     out = jnp.einsum("pkrc,pkcd->pkrd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
     return Running(highest, running.total * decay + jnp.sum(weights, axis=-1), running.out * decay[..., None] + out)

@@ -108,7 +108,7 @@ def test_order_of_the_prompts_does_not_matter(model, expected):
 
 def test_prompts_longer_than_one_pass_are_prefilled_in_several(model, expected, monkeypatch):
     whole = jaxpage.generate(model, PROMPTS, dataclasses.replace(GREEDY, prompt_logprobs=True))
-    monkeypatch.setattr(generate_module, "TOKEN_BUCKETS", (8, 16))
+    monkeypatch.setattr(importlib.import_module("jaxpage.prompt_passes"), "TOKEN_BUCKETS", (8, 16))
     parts = jaxpage.generate(model, PROMPTS, dataclasses.replace(GREEDY, prompt_logprobs=True))
     assert tokens_of(parts) == expected
     for one, other in zip(parts, whole, strict=True):

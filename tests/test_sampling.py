@@ -245,6 +245,22 @@ def test_the_last_share_is_drawn_where_rounding_leaves_the_goal_past_it():
     assert probabilities[0, token] > 0
 
 
+def test_no_token_of_probability_zero_is_drawn_from_a_large_vocabulary():
+    """A parallel cumulative sum of this length may fall where the next share is 0; goals at every share's end find such places."""
+    size = 151_936
+    shared = jax.jit(lambda row, goals: jax.vmap(lambda goal: _inverse_cdf(row[None], goal[None])[0])(goals))
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        row = np.zeros(size, np.float32)
+        places = np.flatnonzero(rng.random(size // 256) < 0.5) * 256 + 17  # one token in every other run of 256
+        row[places] = softmax(rng.normal(size=len(places)) * 2)
+        ends = np.cumsum(row, dtype=np.float64)[places] / np.sum(row, dtype=np.float64)
+        goals = (ends[:, None] * (1 + np.arange(-8, 9) * 2.0**-24)).astype(np.float32).reshape(-1)
+        goals = goals[goals < 1]
+        tokens = np.asarray(shared(row, goals))
+        assert (row[np.minimum(tokens, size - 1)] > 0).all(), f"seed {seed}"
+
+
 # Penalties, bias, bars
 
 
