@@ -37,6 +37,11 @@ def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams | Se
             raise ValueError(f"prompt {index} has {len(prompt)} tokens, the model's context holds {sizes.max_length}")
         if not 0 <= min(prompt) <= max(prompt) < sizes.vocab_size:
             raise ValueError(f"prompt {index} holds a token id outside the vocabulary of {sizes.vocab_size}")
+        if one.logprobs is not None and one.logprobs > sizes.vocab_size:
+            raise ValueError(f"prompt {index} asks for logprobs of {one.logprobs} tokens, the vocabulary has {sizes.vocab_size}")
+        for token in [*one.logit_bias, *one.stop_ids]:
+            if not 0 <= token < sizes.vocab_size:
+                raise ValueError(f"token id {token} in logit_bias or stop_ids is outside the vocabulary of {sizes.vocab_size}")
         # The last token produced is never written to the cache.
         room = sizes.max_length - len(prompt) + 1
         requests.append(Request(index, tuple(prompt), one, min(one.max_tokens, room)))

@@ -63,7 +63,8 @@ def check_cache(cache: KVCache, holds: np.ndarray | None = None) -> None:
     require(not np.any(refs[stack] != 0), "a free block has references")
     for seq, length in enumerate(lengths):
         count = -(-int(length) // size)
-        require(0 <= count <= blocks.shape[1], f"sequence {seq} holds {length} tokens, its row has room for {blocks.shape[1] * size}")
+        fits = length >= 0 and count <= blocks.shape[1]
+        require(fits, f"sequence {seq} holds {length} tokens, its row has room for {blocks.shape[1] * size}")
         row = blocks[seq]
         require(bool(np.all((row[:count] > 0) & (row[:count] < num_blocks))), f"sequence {seq} has a hole in its {count} blocks")
         require(not np.any(row[count:]), f"sequence {seq} names blocks past its {length} tokens")

@@ -97,7 +97,7 @@ def reserve(cache: KVCache, new_lengths: Int[Array, " S"], max_new_blocks: int |
     grows, held, fresh, copies = _growth(cache, new_lengths)
     fits = (held + fresh <= width) & (fresh <= limit)
     need = jnp.where(fits, fresh + copies, 0)
-    ok = ~grows | (fits & (jnp.cumsum(need) <= pool.num_free))
+    ok = ~grows | (fits & ((need == 0) | (jnp.cumsum(need) <= pool.num_free)))
     need = jnp.where(ok, need, 0)
     start = jnp.cumsum(need) - need
     copies = copies & ok
@@ -187,7 +187,8 @@ def attach(cache: KVCache, seq: Int[Array, ""], blocks: Int[Array, " n"], length
     used = jnp.arange(blocks.shape[0]) < blocks_for(length, cache.block_size)
     alive = (blocks > 0) & (blocks < pool.refs.shape[0]) & (pool.refs.at[blocks].get(mode="fill", fill_value=0) > 0)
     room = min(width, blocks.shape[0]) * cache.block_size
-    ok = (table.lengths[seq] == 0) & (length >= 0) & (length <= room) & jnp.all(alive | ~used)
+    ok = (seq >= 0) & (seq < table.lengths.shape[0]) & (table.lengths[seq] == 0)
+    ok &= (length >= 0) & (length <= room) & jnp.all(alive | ~used)
     row = jnp.where(used & ok, blocks, 0)[:width]
     row = jnp.pad(row, (0, width - row.shape[0])).astype(jnp.int32)
     entries = jnp.where(ok, table.blocks.at[seq].set(row), table.blocks)

@@ -75,7 +75,8 @@ def sample(logits: Float[Array, "S V"], sampler: Sampler, lengths: Int[Array, " 
     if sampler.randomness is None:
         return greedy
     seed, temperature, truncation = sampler.randomness
-    scores = scores / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    # Taken from the best score first, so that a small temperature cannot overflow.
+    scores = (scores - jnp.max(scores, axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     if truncation is not None:
         scores = jnp.where(keep_top(scores, truncation), scores, _NEVER)
     keys = jax.vmap(lambda seed, count: jax.random.fold_in(jax.random.key(seed), count))(seed, lengths)
@@ -144,7 +145,7 @@ def _barred(scores: Float[Array, "S V"], sampler: Sampler, num_produced: Int[Arr
 
 def _ordered_bits(values: Float[Array, "S V"]) -> Int[Array, "S V"]:
     """Integers in the order of the float32 values."""
-    bits = lax.bitcast_convert_type(values, jnp.int32)
+    bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)  # -0.0 equals 0.0
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
 
@@ -166,13 +167,22 @@ def _inverse_cdf(probabilities: Float[Array, "S V"], uniform: Float[Array, " S"]
     """The token whose share of [0, 1) a uniform number falls in: first the tile of the vocabulary, then the token in it."""
     rows, vocabulary = probabilities.shape
     tiles = jnp.pad(probabilities, ((0, 0), (0, -vocabulary % _CDF_TILE))).reshape(rows, -1, _CDF_TILE)
-    ends = jnp.cumsum(jnp.sum(tiles, axis=-1), axis=-1)
+    shares = jnp.sum(tiles, axis=-1)
+    ends = jnp.cumsum(shares, axis=-1)
     goal = uniform * ends[:, -1]
-    tile = jnp.minimum(jnp.sum(ends <= goal[:, None], axis=-1), ends.shape[1] - 1)
+    tile = _first_past(shares, ends, goal)
     before = jnp.where(tile > 0, jnp.take_along_axis(ends, jnp.maximum(tile - 1, 0)[:, None], axis=-1)[:, 0], 0.0)
     within = jnp.take_along_axis(tiles, tile[:, None, None], axis=1)[:, 0]
-    passed = (jnp.cumsum(within, axis=-1) <= (goal - before)[:, None]) | (within == 0)
-    # Rounding may leave the goal past the tile's last token: then the last one that has a share.
-    last = _CDF_TILE - 1 - jnp.argmax((within > 0)[:, ::-1], axis=-1)
-    token = jnp.where(jnp.all(passed, axis=-1), last, jnp.argmin(passed, axis=-1))
+    token = _first_past(within, jnp.cumsum(within, axis=-1), goal - before)
     return (tile * _CDF_TILE + token).astype(jnp.int32)
+
+
+def _first_past(shares: Float[Array, "S n"], ends: Float[Array, "S n"], goal: Float[Array, " S"]) -> Int[Array, " S"]:
+    """The first place that has a share and ends past the goal.
+
+    Rounding may leave the goal past them all: then the last one that has a share. A long cumulative sum is computed in parallel and may
+    fall by a rounding error, so that counting the ends up to the goal could lead to a place without a share.
+    """
+    passed = (ends <= goal[:, None]) | (shares == 0)
+    last = shares.shape[1] - 1 - jnp.argmax((shares > 0)[:, ::-1], axis=-1)
+    return jnp.where(jnp.all(passed, axis=-1), last, jnp.argmin(passed, axis=-1))

@@ -56,10 +56,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         limits = {
-            "max_tokens": (1, math.inf),
+            "max_tokens": (1, 2**31 - 1),
             "min_tokens": (0, self.max_tokens),
             "temperature": (0.0, math.inf),
-            "top_k": (0, math.inf),
+            "top_k": (0, 2**31 - 1),
             "top_p": (0.0, 1.0),
             "min_p": (0.0, 1.0),
             "repetition_penalty": (0.0, math.inf),
@@ -72,8 +72,10 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None:
                 continue
-            if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and low <= value <= high):
-                raise ValueError(f"{name} must be from {low} to {high}, got {value!r}")
+            whole = isinstance(low, int)
+            number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+            if not number or not (math.isfinite(value) and low <= value <= high):
+                raise ValueError(f"{name} must be {'an integer ' if whole else ''}from {low} to {high}, got {value!r}")
         if self.top_p == 0.0:
             raise ValueError("top_p must be above 0, got 0")
         if self.repetition_penalty == 0.0:

@@ -16,8 +16,8 @@ from pallas_kernels.ragged import query_places, write_slots
 
 __all__ = ["attend", "supports", "write"]
 
-_CHUNK_BYTES = 6 * 2**20  # keys and values a step gathers at most for all tiles of a group: what the caches of a CPU core or two hold
-_CHUNK_TOKENS = (64, 1024)  # fewest and most context tokens a step gathers for each tile
+_CHUNK_BYTES = 8 * 2**20  # keys and values a step gathers at most for all tiles of a group
+_CHUNK_TOKENS = (64, 2048)  # fewest and most context tokens a step gathers for each tile
 _TILE_QUERIES = 64  # queries of a prefill tile
 _GROUP_ROWS = 512  # query rows times kv heads that a group holds at most; bounds the step's temporaries
 _MASKED = -1e30  # finite, so that a row that sees nothing stays free of NaN
@@ -162,7 +162,8 @@ def _walk_context(
     unit = _largest_divisor(block_size, budget)  # tokens of a gathered row: a block, or a part of a large one
     parts = block_size // unit
     num_units = width * parts
-    chunk_units = min(num_units, max(1, budget // unit))
+    num_chunks = -(-num_units // max(1, budget // unit))
+    chunk_units = -(-num_units // num_chunks)  # chunks of equal size, so that the last one is not nearly empty
     chunk = chunk_units * unit
     key_rows, value_rows = (side.reshape(-1, unit * head_dim) for side in storage)
 
@@ -187,7 +188,7 @@ def _walk_context(
         values = jnp.where(exists[:, None, :, None], gather(value_rows, index), 0)
         return _fold_chunk(running, tiles.q, keys, values, visible[:, None], scale, soft_cap)
 
-    if chunk_units == num_units:
+    if num_chunks == 1:
         return fold(jnp.int32(0), running)
     return lax.fori_loop(jnp.min(tiles.first) // chunk, -(-jnp.max(tiles.end) // chunk), fold, running)
 

@@ -6,6 +6,7 @@
 import json
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 from helpers_hf import write_hugging_face_folder
@@ -17,6 +18,15 @@ REFERENCE = json.loads((pathlib.Path(__file__).parent / "data" / "smollm2_greedy
 PROMPTS = list(REFERENCE["prompts"].values())
 IDS = [prompt["prompt_ids"] for prompt in PROMPTS]
 GREEDY = [tuple(prompt["greedy_ids"]) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Tests of the same shapes share their compiled programs: compiling takes most of the time here."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
 
 
 def greedy(loaded: LoadedModel, count: int = 20, prompts=IDS, **options):
