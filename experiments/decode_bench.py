@@ -7,15 +7,13 @@ the median of the ratios of pairs that ran one after the other.
 
 import contextlib
 import dataclasses
-import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +21,13 @@ import numpy as np
 from flax import nnx
 
 import jaxpage
+from experiments.measure import SMOLLM2_135M, paired
+from experiments.peer import transformers_process, transformers_row
 from experiments.runner import Row, markdown_table, results_folder, run_rows
 from jaxpage.sampler_arrays import Features, build_sampler
-from models import Decoder, ModelConfig
+from models import Decoder
 
 __all__ = ["DecodeBench", "run"]
-
-SMOLLM2_135M = ModelConfig(
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    max_length=8192,
-    rope_theta=100000.0,
-    tie_embeddings=True,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +42,9 @@ class DecodeBench:
     """Tokens each sequence holds before the first step."""
     block_size: int = 16
     """Tokens a KV block holds."""
-    steps: int = 16
+    steps: int = 8
     """Decode steps of one run."""
-    pairs: int = 9
+    pairs: int = 7
     """Runs of each side."""
     allocation_seqs: int = 256
     """Sequences of the allocation row; 0 leaves it out."""
@@ -91,7 +78,7 @@ def run(config: DecodeBench) -> None:
 
 def _rows(config: DecodeBench) -> Iterator[Row]:
     with contextlib.ExitStack() as stack:
-        peer = stack.enter_context(_peer(config.peer_python)) if config.peer == "transformers" else None
+        peer = stack.enter_context(transformers_process(config.peer_python)) if config.peer == "transformers" else None
         for dtype in config.dtypes:
             model = Decoder(SMOLLM2_135M, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(config.seed))
             for batch in config.batches:
@@ -101,7 +88,9 @@ def _rows(config: DecodeBench) -> Iterator[Row]:
                 yield _allocation_row(config, model, dtype)
             if peer is not None:
                 for batch in config.peer_batches:
-                    yield _peer_row(config, model, dtype, batch, peer)
+                    yield transformers_row(
+                        model, dtype, batch, peer, block_size=config.block_size, pairs=max(3, config.pairs // 3), seed=config.seed
+                    )
 
 
 def _start(config: DecodeBench, dtype: str, batch: int, context: int, *, contiguous: bool) -> jaxpage.DecodeState:
@@ -149,7 +138,9 @@ def _rewound(state: jaxpage.DecodeState, context: int) -> jaxpage.DecodeState:
 
 def _stepper(config: DecodeBench, model: Decoder, state: jaxpage.DecodeState, context: int) -> Callable[[], float]:
     """A function that decodes the steps and returns the seconds one takes."""
-    loop = jax.jit(lambda model, state: jaxpage.decode_loop(model, state, config.steps), donate_argnums=1)
+    # One block a sequence: the contiguous cache.
+    implementation = "contiguous" if state.cache.table.blocks.shape[1] == 1 else None
+    loop = jax.jit(lambda model, state: jaxpage.decode_loop(model, state, config.steps, implementation=implementation), donate_argnums=1)
     rewind = jax.jit(lambda state: _rewound(state, context), donate_argnums=0)
     held = [state]
 
@@ -164,18 +155,11 @@ def _stepper(config: DecodeBench, model: Decoder, state: jaxpage.DecodeState, co
     return measure
 
 
-def _paired(first: Callable[[], float], second: Callable[[], float], pairs: int) -> tuple[float, float, list[float]]:
-    """Medians of both and the sorted ratios second / first of runs taken in turn, after one run of each that does not count."""
-    first(), second()
-    both = [(first(), second()) for _ in range(pairs)]
-    return statistics.median(a for a, _ in both), statistics.median(b for _, b in both), sorted(b / a for a, b in both)
-
-
 def _step_row(config: DecodeBench, model: Decoder, dtype: str, batch: int, context: int) -> Row:
     contiguous, paged = (
         _stepper(config, model, _start(config, dtype, batch, context, contiguous=which), context) for which in (True, False)
     )
-    dense, ours, ratios = _paired(contiguous, paged, config.pairs)
+    dense, ours, ratios = paired(contiguous, paged, config.pairs)
     return {
         "row": "step",
         "dtype": dtype,
@@ -224,72 +208,4 @@ def _allocation_row(config: DecodeBench, model: Decoder, dtype: str) -> Row:
         "allocation_ms": allocation * 1e3,
         "step_ms": step * 1e3,
         "share": allocation / step,
-    }
-
-
-@contextlib.contextmanager
-def _peer(python: str) -> Iterator[Callable[[dict], dict]]:
-    """The transformers process: a function from a request to its answer."""
-    script = os.path.join(os.path.dirname(__file__), "peer_transformers.py")
-    process = subprocess.Popen([python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    requests, answers = process.stdin, process.stdout
-    assert isinstance(requests, IO) or requests is not None
-    assert answers is not None
-
-    def ask(request: dict) -> dict:
-        print(json.dumps(request), file=requests, flush=True)
-        line = answers.readline()
-        if not line:
-            raise ValueError(f"{python} cannot run transformers; install torch and transformers there or name another --peer-python")
-        return json.loads(line)
-
-    try:
-        yield ask
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _peer_row(config: DecodeBench, model: Decoder, dtype: str, batch: int, ask: Callable[[dict], dict]) -> Row:
-    prompt_tokens, new_tokens = 128, 32
-    sizes = SMOLLM2_135M
-    request = {
-        "dtype": dtype,
-        "batch": batch,
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens,
-        "threads": os.cpu_count(),
-        "sizes": {
-            "vocab_size": sizes.vocab_size,
-            "hidden_size": sizes.hidden_size,
-            "intermediate_size": sizes.intermediate_size,
-            "num_hidden_layers": sizes.num_layers,
-            "num_attention_heads": sizes.num_heads,
-            "num_key_value_heads": sizes.num_kv_heads,
-            "head_dim": sizes.head_dim,
-            "max_position_embeddings": sizes.max_length,
-        },
-    }
-    prompts = np.random.default_rng(config.seed).integers(0, sizes.vocab_size, (batch, prompt_tokens)).tolist()
-    params = jaxpage.SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    decoder = jaxpage.BatchDecoder(model, block_size=config.block_size, cache_dtype=dtype)
-
-    def ours() -> float:
-        start = time.perf_counter()
-        tokens = sum(len(update.token_ids) for update in decoder.run(prompts, params))
-        assert tokens == batch * new_tokens
-        return time.perf_counter() - start
-
-    versions = ask(request)["versions"]
-    peer, own, ratios = _paired(lambda: ask(request)["seconds"], ours, max(3, config.pairs // 3))
-    return {
-        "row": "peer",
-        "dtype": dtype,
-        "batch": batch,
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens,
-        "transformers_tokens_per_s": batch * new_tokens / peer,
-        "jaxpage_tokens_per_s": batch * new_tokens / own,
-        "speedup": 1 / statistics.median(ratios),
-        "peer": versions,
     }

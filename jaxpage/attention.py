@@ -13,7 +13,7 @@ from pallas_kernels import contiguous, layout, ragged, reference, validate, xla
 
 __all__ = ["IMPLEMENTATIONS", "debug_checks", "paged_attention", "query_positions", "supports"]
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"contiguous": contiguous, "xla": xla, "reference": reference}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"xla": xla, "contiguous": contiguous, "reference": reference}
 """Modules with `supports` and `attend`, the most preferred first."""
 
 _debug: contextvars.ContextVar[bool] = contextvars.ContextVar("debug_checks", default=False)

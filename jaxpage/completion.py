@@ -65,7 +65,7 @@ class Transcript:
         self.logprobs.extend(logprobs)
         if self._detokenize is None or not self.params.stop or self._stop_place(self._text(len(self.token_ids))) is None:
             return False
-        for count in range(max(known + 1, self.params.min_tokens), len(self.token_ids) + 1):
+        for count in range(known + 1, len(self.token_ids) + 1):
             if self._stop_place(self._text(count)) is not None:
                 del self.token_ids[count:], self.logprobs[count:]
                 return True
@@ -76,7 +76,7 @@ class Transcript:
         text = None
         if self._detokenize is not None:
             text = self._text(len(self.token_ids))
-            place = self._stop_place(text) if len(self.token_ids) >= self.params.min_tokens else None
+            place = self._stop_place(text)
             text = text if place is None else text[:place]
         return Completion(
             self.index,
@@ -96,5 +96,7 @@ class Transcript:
         return self._detokenize(ids)
 
     def _stop_place(self, text: str) -> int | None:
-        places = [place for stop in self.params.stop if (place := text.find(stop)) >= 0]
+        """Where the first stop string begins that min_tokens allows: one that ends after the text of that many tokens."""
+        early = len(self._text(self.params.min_tokens)) if self.params.min_tokens else 0
+        places = [place for stop in self.params.stop if (place := text.find(stop, max(0, early - len(stop) + 1))) >= 0]
         return min(places, default=None)

@@ -83,7 +83,8 @@ def prefill(
 def starved(state: DecodeState) -> Bool[Array, " S"]:
     """Active sequences whose next token needs a block that the pool does not have, in row order as `reserve` serves them."""
     lengths = state.cache.table.lengths
-    need = blocks_needed(state.cache, lengths + state.active)
+    room = state.cache.table.blocks.shape[1] * state.cache.block_size
+    need = blocks_needed(state.cache, lengths + (state.active & (lengths < room)))
     return state.active & (need > 0) & (jnp.cumsum(need) > state.cache.pool.num_free)
 
 
@@ -101,8 +102,10 @@ def decode_step(
     Returns:
       (state, the tokens with a steps axis of 1; -1 in rows that made none).
     """
-    cache, ok = reserve(state.cache, state.cache.table.lengths + state.active, max_new_blocks=1)
-    runs = state.active & ok
+    # A sequence whose row is full has nowhere to go: it has reached the length that the cache allows.
+    full = state.active & (state.cache.table.lengths >= state.cache.table.blocks.shape[1] * state.cache.block_size)
+    cache, ok = reserve(state.cache, state.cache.table.lengths + (state.active & ~full), max_new_blocks=1)
+    runs = state.active & ~full & ok
     lengths = jnp.where(runs, cache.table.lengths, 0)
     hidden, cache = model.step(state.tokens, cache, lengths, implementation=implementation)
     logits = model.logits(hidden)
@@ -111,7 +114,7 @@ def decode_step(
     num_produced = state.num_produced + runs
     stops = jnp.any(tokens[:, None] == state.sampler.stop_ids, axis=-1)
     finish = jnp.where(stops, STOP, jnp.where(num_produced >= state.sampler.max_tokens, LENGTH, RUNNING))
-    finish = jnp.where(runs, finish, state.finish)
+    finish = jnp.where(runs, finish, jnp.where(full, LENGTH, state.finish))
     sampler = count_tokens(state.sampler, tokens, runs)
     tokens = jnp.where(runs, tokens, state.tokens)
     state = DecodeState(cache, sampler, tokens, state.active & (finish == RUNNING), num_produced, finish.astype(jnp.int32))

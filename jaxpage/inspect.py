@@ -69,6 +69,8 @@ def check_cache(cache: KVCache, holds: np.ndarray | None = None) -> None:
         require(bool(np.all((row[:count] > 0) & (row[:count] < num_blocks))), f"sequence {seq} has a hole in its {count} blocks")
         require(not np.any(row[count:]), f"sequence {seq} names blocks past its {length} tokens")
         require(np.unique(row[:count]).size == count, f"sequence {seq} names a block twice")
+    if holds is not None and np.size(holds):
+        require(bool(np.min(holds) >= 1 and np.max(holds) < num_blocks), f"the index holds a block outside 1 to {num_blocks - 1}")
     named = np.concatenate([blocks.reshape(-1), np.asarray(holds if holds is not None else [], np.int32).reshape(-1)])
     counted = np.bincount(named, minlength=num_blocks)[:num_blocks]
     counted[0] = 0

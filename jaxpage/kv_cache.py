@@ -179,8 +179,8 @@ def attach(cache: KVCache, seq: Int[Array, ""], blocks: Int[Array, " n"], length
       length: tokens of the prefix.
 
     Returns:
-      (cache, ok): not ok, and nothing changed, where the row is not empty, the length exceeds `blocks` or the row, or one of the blocks
-      is not in use: a stale hit.
+      (cache, ok): not ok, and nothing changed, where the row is not empty or not there, the length exceeds `blocks` or the row, a block
+      is named twice, or one is not in use: a stale hit.
     """
     table, pool = cache.table, cache.pool
     width = table.blocks.shape[1]
@@ -189,6 +189,8 @@ def attach(cache: KVCache, seq: Int[Array, ""], blocks: Int[Array, " n"], length
     room = min(width, blocks.shape[0]) * cache.block_size
     ok = (seq >= 0) & (seq < table.lengths.shape[0]) & (table.lengths[seq] == 0)
     ok &= (length >= 0) & (length <= room) & jnp.all(alive | ~used)
+    ordered = jnp.sort(jnp.where(used, blocks, -1 - jnp.arange(blocks.shape[0])))
+    ok &= ~jnp.any(ordered[1:] == ordered[:-1])
     row = jnp.where(used & ok, blocks, 0)[:width]
     row = jnp.pad(row, (0, width - row.shape[0])).astype(jnp.int32)
     entries = jnp.where(ok, table.blocks.at[seq].set(row), table.blocks)

@@ -2,14 +2,15 @@
 
 Contiguous reservation is paging with one block a sequence, as long as the longest sequence may get. The queries then go to their blocks
 rather than the blocks to their queries, and nothing is gathered: this is the usual dense attention over [sequences, heads, length, D].
-It reads the whole reservation and takes unwritten slots to be finite, as dense caches do.
+It reads the whole reservation and takes unwritten slots to be finite, as dense caches do, so it runs only where it is named. Prefill goes
+the way of the XLA implementation.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import layout
+from pallas_kernels import layout, xla
 
 __all__ = ["attend", "supports"]
 
@@ -18,8 +19,6 @@ def supports(storage: layout.Storage, num_seqs: int, table_width: int, decode: b
     """Whether this implementation can run such a call, and if not why."""
     if not isinstance(storage, layout.XlaStorage):
         return False, f"needs the XLA layout, the cache has {type(storage).__name__}"
-    if not decode:
-        return False, "runs decode only (query_starts=None)"
     if table_width != 1:
         return False, f"needs one block a sequence, the block table has {table_width} columns"
     if layout.sizes(storage).num_blocks > num_seqs + 1:
@@ -28,18 +27,20 @@ def supports(storage: layout.Storage, num_seqs: int, table_width: int, decode: b
 
 
 def attend(
-    q: Float[Array, "S H D"],
+    q: Float[Array, "T H D"],
     storage: layout.XlaStorage,
     block_table: Int[Array, "S 1"],
     lengths: Int[Array, " S"],
-    query_starts: None,
+    query_starts: Int[Array, " S+1"] | None,
     *,
     scale: float,
     window: int | None,
     soft_cap: float | None,
     sinks: Float[Array, " H"] | None,
-) -> Float[Array, "S H D"]:
-    """Causal attention of one query a sequence over its one block; see `jaxpage.paged_attention` for the arguments."""
+) -> Float[Array, "T H D"]:
+    """Causal attention of each query over its sequence's one block; see `jaxpage.paged_attention` for the arguments."""
+    if query_starts is not None:
+        return xla.attend(q, storage, block_table, lengths, query_starts, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
     num_blocks, block_size, num_kv_heads, head_dim = layout.sizes(storage)
     num_heads = q.shape[1]
     group = num_heads // num_kv_heads

@@ -136,7 +136,7 @@ def test_a_pool_that_runs_out_loses_nothing(capsys):
         (["--prompt", "abcdefgh", "--block-size", 1, "--num-blocks", 3], "blocks of 1 tokens (the null block included), the pool has 3"),
         (["--prompt", "abc", "--temperature", -1], "temperature must be from 0.0 to inf, got -1.0"),
         (["--prompt", "abc", "--top-p", 1.5], "top_p must be from 0.0 to 1.0, got 1.5"),
-        (["--prompt", "abc", "--max-tokens", 0], "max_tokens must be from 1"),
+        (["--prompt", "abc", "--max-tokens", 0], "max_tokens must be an integer from 1"),
         (["--prompt", "abc", "--dtype", "int4"], "int4"),
         (["--prompt", "abc " * 500], "the model's context holds"),
         (["--prompt", "abc", "--logit-bias", 100000, 1.0], "outside the vocabulary"),

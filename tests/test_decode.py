@@ -1,6 +1,7 @@
 """Prefill and decoding, against the uncached decoder and against themselves under other sizes, orders and companies."""
 
 import dataclasses
+import functools
 import importlib
 import itertools
 
@@ -12,6 +13,7 @@ from flax import nnx
 
 import jaxpage
 from jaxpage import BatchDecoder, CacheConfig, SamplingParams
+from jaxpage.decode import LENGTH
 from jaxpage.programs import Programs
 from jaxpage.sampling import Sampler
 from models import Decoder
@@ -148,21 +150,21 @@ def ragged(prompts):
     return jnp.asarray(padded), jnp.array(counts, jnp.int32), jnp.array([0, *itertools.accumulate(counts)], jnp.int32)
 
 
-@jax.jit
-def decode_all(model, cache, tokens, lengths, starts, last):
+@functools.partial(jax.jit, static_argnames="implementation")
+def decode_all(model, cache, tokens, lengths, starts, last, implementation=None):
     """Eight steps with the log-probability of every token id at each."""
     cache, ok = jaxpage.reserve(cache, lengths)
-    cache, _ = jaxpage.prefill(model, cache, tokens, lengths, starts)
+    cache, _ = jaxpage.prefill(model, cache, tokens, lengths, starts, implementation=implementation)
     state = jaxpage.init_state(cache, NO_STOPS, last, jnp.ones(4, bool))
-    state, made, starved = jaxpage.decode_loop(model, state, 8, num_logprobs=97)
+    state, made, starved = jaxpage.decode_loop(model, state, 8, num_logprobs=97, implementation=implementation)
     return state, made, ok, starved
 
 
 jitted_step = jax.jit(jaxpage.decode_step)
 
 
-def decode_four(model, cache):
-    state, made, ok, starved = decode_all(model, cache, *ragged(FOUR), LAST)
+def decode_four(model, cache, implementation=None):
+    state, made, ok, starved = decode_all(model, cache, *ragged(FOUR), LAST, implementation=implementation)
     assert ok.all()
     assert not starved.any()
     jaxpage.check_cache(state.cache)
@@ -194,7 +196,7 @@ def test_contiguous_reservation_gives_the_same_tokens_through_the_same_loop(mode
     config = CacheConfig.contiguous(num_layers=2, num_kv_heads=2, head_dim=8, max_seqs=4, max_length=32)
     cache = jaxpage.init_cache(config, "xla")
     assert jaxpage.supports("contiguous", cache.storage[0], num_seqs=4, table_width=1, decode=True) == (True, "")
-    made = decode_four(model, cache)
+    made = decode_four(model, cache, "contiguous")
     paged = decode_four(model, jaxpage.init_cache(PAGED, "xla"))
     assert made.tokens.tolist() == paged.tokens.tolist()
     np.testing.assert_allclose(made.logprobs, paged.logprobs, atol=1e-4)
@@ -327,6 +329,21 @@ def test_min_tokens_hold_off_stop_ids_and_stop_strings(model, expected):
     for completion, tokens in zip(jaxpage.generate(model, PROMPTS, strings, detokenize=letters), expected, strict=True):
         assert len(completion.token_ids) >= 4
         assert completion.token_ids == tokens[: len(completion.token_ids)]
+        # A stop string that is complete before min_tokens is text like any other.
+        assert completion.text.startswith(letters(tokens[:3]))
+
+
+def test_a_row_that_is_full_ends_for_length(model):
+    """The loop must neither stand still nor call the sequence starved."""
+    config = dataclasses.replace(PAGED, max_blocks_per_seq=1)
+    cache, ok = jaxpage.reserve(jaxpage.init_cache(config, "xla"), jnp.full(4, config.block_size - 2, jnp.int32))
+    assert ok.all()
+    state = jaxpage.init_state(cache, NO_STOPS, LAST, jnp.ones(4, bool))
+    state, made, starved = jax.jit(lambda model, state: jaxpage.decode_loop(model, state, 8))(model, state)
+    assert not state.active.any() and not starved.any()
+    assert state.finish.tolist() == [LENGTH] * 4
+    assert state.num_produced.tolist() == [2] * 4
+    assert (np.asarray(made.tokens)[:, 2:] == -1).all()
 
 
 def test_each_sequence_has_its_own_end(model, expected):
