@@ -10,7 +10,6 @@ import dataclasses
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -50,12 +49,20 @@ class DecodeBench:
     """Sequences of the allocation row; 0 leaves it out."""
     peer: Literal["none", "transformers"] = "none"
     """Also measure transformers' model.generate on the same work."""
-    peer_python: str = sys.executable
+    peer_python: str = "python3"
     """The Python that has torch and transformers."""
     peer_batches: tuple[int, ...] = (8, 32)
     """Batches of the peer rows: prompts of 128 tokens, 32 new ones each."""
     seed: int = 0
     """Seed of weights, cache contents and block order."""
+
+    def __post_init__(self) -> None:
+        for name in ("dtypes", "batches", "contexts", "block_size", "steps", "pairs"):
+            value = getattr(self, name)
+            if not value or (name != "dtypes" and min(value if isinstance(value, tuple) else (value,)) < 1):
+                raise ValueError(f"{name} must be positive and not empty, got {value!r}")
+        if unknown := set(self.dtypes) - {"float32", "bfloat16"}:
+            raise ValueError(f"dtypes must be float32 or bfloat16, got {', '.join(unknown)}")
 
 
 def run(config: DecodeBench) -> None:
@@ -136,10 +143,8 @@ def _rewound(state: jaxpage.DecodeState, context: int) -> jaxpage.DecodeState:
     return state._replace(cache=jaxpage.truncate(state.cache, jnp.full_like(state.cache.table.lengths, context)))
 
 
-def _stepper(config: DecodeBench, model: Decoder, state: jaxpage.DecodeState, context: int) -> Callable[[], float]:
+def _stepper(config: DecodeBench, model: Decoder, state: jaxpage.DecodeState, context: int, implementation: str) -> Callable[[], float]:
     """A function that decodes the steps and returns the seconds one takes."""
-    # One block a sequence: the contiguous cache.
-    implementation = "contiguous" if state.cache.table.blocks.shape[1] == 1 else None
     loop = jax.jit(lambda model, state: jaxpage.decode_loop(model, state, config.steps, implementation=implementation), donate_argnums=1)
     rewind = jax.jit(lambda state: _rewound(state, context), donate_argnums=0)
     held = [state]
@@ -157,7 +162,8 @@ def _stepper(config: DecodeBench, model: Decoder, state: jaxpage.DecodeState, co
 
 def _step_row(config: DecodeBench, model: Decoder, dtype: str, batch: int, context: int) -> Row:
     contiguous, paged = (
-        _stepper(config, model, _start(config, dtype, batch, context, contiguous=which), context) for which in (True, False)
+        _stepper(config, model, _start(config, dtype, batch, context, contiguous=name == "contiguous"), context, name)
+        for name in ("contiguous", "xla")
     )
     dense, ours, ratios = paired(contiguous, paged, config.pairs)
     return {
@@ -197,7 +203,7 @@ def _allocation_row(config: DecodeBench, model: Decoder, dtype: str) -> Row:
 
     measure()
     allocation = statistics.median(measure() for _ in range(config.pairs))
-    whole = _stepper(config, model, state._replace(cache=held[0]), context)
+    whole = _stepper(config, model, state._replace(cache=held[0]), context, "xla")
     whole()
     step = statistics.median(whole() for _ in range(3))
     return {

@@ -27,7 +27,8 @@ def transformers_process(python: str) -> Iterator[Callable[[dict], dict]]:
     assert requests is not None and answers is not None
 
     def ask(request: dict) -> dict:
-        print(json.dumps(request), file=requests, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # the empty answer tells it better
+            print(json.dumps(request), file=requests, flush=True)
         line = answers.readline()
         if not line:
             raise ValueError(f"{python} cannot run transformers; install torch and transformers there or name another --peer-python")

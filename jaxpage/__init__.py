@@ -5,22 +5,29 @@ from jaxpage.block_pool import BlockPool
 from jaxpage.block_table import BlockTable
 from jaxpage.completion import Completion, TokenLogprob
 from jaxpage.config import CacheConfig
-from jaxpage.decode import Decoded, DecodeState, decode_loop, decode_step, init_state, prefill
+from jaxpage.decode import LENGTH, RUNNING, STOP, Decoded, DecodeState, decode_loop, decode_step, init_state, prefill, starved
 from jaxpage.generate import BatchDecoder, Stats, Update, generate
 from jaxpage.inspect import Usage, check_cache, usage
 from jaxpage.kv_cache import KVCache, attach, fork, init_cache, release, reserve, truncate
+from jaxpage.model import CausalModel
+from jaxpage.sampler_arrays import Features, build_sampler
 from jaxpage.sampling import Sampler, sample
 from jaxpage.sampling_params import SamplingParams
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "LENGTH",
+    "RUNNING",
+    "STOP",
     "BatchDecoder",
     "BlockPool",
     "BlockTable",
     "CacheConfig",
+    "CausalModel",
     "Completion",
     "DecodeState",
     "Decoded",
+    "Features",
     "KVCache",
     "Sampler",
     "SamplingParams",
@@ -29,6 +36,7 @@ __all__ = [
     "Update",
     "Usage",
     "attach",
+    "build_sampler",
     "check_cache",
     "debug_checks",
     "decode_loop",
@@ -43,6 +51,7 @@ __all__ = [
     "release",
     "reserve",
     "sample",
+    "starved",
     "supports",
     "truncate",
     "usage",

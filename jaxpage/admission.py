@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxpage.buckets import BLOCK_BUCKETS, SEQ_BUCKETS, bucket
 from jaxpage.config import CacheConfig
 from jaxpage.model import ModelSizes
@@ -31,6 +33,8 @@ def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams | Se
         raise ValueError(f"params must be one SamplingParams or one for each of the {len(prompts)} prompts, got {len(many)}")
     requests = []
     for index, (prompt, one) in enumerate(zip(prompts, many, strict=True)):
+        if isinstance(prompt, str) or not isinstance(prompt, Sequence | np.ndarray):
+            raise ValueError(f"prompt {index} must be a list of token ids, got {prompt!r}")
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty; a prompt needs at least one token")
         if len(prompt) > sizes.max_length:
@@ -44,7 +48,7 @@ def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams | Se
                 raise ValueError(f"token id {token} in logit_bias or stop_ids is outside the vocabulary of {sizes.vocab_size}")
         # The last token produced is never written to the cache.
         room = sizes.max_length - len(prompt) + 1
-        requests.append(Request(index, tuple(prompt), one, min(one.max_tokens, room)))
+        requests.append(Request(index, tuple(map(int, prompt)), one, min(one.max_tokens, room)))
     return requests
 
 
@@ -71,25 +75,25 @@ def size_cache(
                 f"prompt {request.prompt_index} needs {need} blocks of {block_size} tokens (the null block included), "
                 f"the pool has {num_blocks}"
             )
-    rows = bucket(min(len(requests), max_seqs), SEQ_BUCKETS)
+    together = min(len(requests), max_seqs)
     blocks = sorted(_blocks(len(request.prompt) + request.max_tokens - 1, block_size) for request in requests)
     return CacheConfig(
         num_layers=sizes.num_layers,
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
-        num_blocks=num_blocks if num_blocks is not None else bucket(sum(blocks[-rows:]) + 1, BLOCK_BUCKETS),
+        num_blocks=num_blocks if num_blocks is not None else bucket(sum(blocks[-together:]) + 1, BLOCK_BUCKETS),
         block_size=block_size,
-        max_seqs=rows,
+        max_seqs=bucket(together, SEQ_BUCKETS),
         max_blocks_per_seq=bucket(blocks[-1], BLOCK_BUCKETS),
         dtype=dtype,
     )
 
 
-def admit(requests: Sequence[Request], config: CacheConfig) -> list[Request]:
-    """The next requests, in order, whose prompts fit the empty pool together."""
+def admit(requests: Sequence[Request], config: CacheConfig, max_seqs: int) -> list[Request]:
+    """The next requests, in order and `max_seqs` at most, whose prompts fit the empty pool together."""
     batch: list[Request] = []
     free = config.num_blocks - 1
-    for request in requests[: config.max_seqs]:
+    for request in requests[:max_seqs]:
         free -= _blocks(len(request.prompt), config.block_size)
         if free < 0:
             break

@@ -17,7 +17,7 @@ import tyro
 import jaxpage
 from jaxpage import fetch, prompts
 from models import LoadedModel, load_model, save_checkpoint
-from models.tokenizer import StreamDecoder
+from models.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = ["main"]
 
@@ -116,9 +116,9 @@ class Generate:
         texts = [*self.prompt, *(prompts.read_prompts(self.prompts_file) if self.prompts_file else [])]
         if not texts:
             raise ValueError("no prompt given: use --prompt TEXT or --prompts-file FILE")
-        for number, text in enumerate(texts, 1):
+        for index, text in enumerate(texts):
             if not text.strip():
-                raise ValueError(f"prompt {number} is empty")
+                raise ValueError(f"prompt {index} is empty")
         loaded = _load(self.model, self.dtype)
         tokenizer = loaded.tokenizer
         ids = [tokenizer.chat([{"role": "user", "content": text}]) if self.chat else tokenizer.encode(text) for text in texts]
@@ -133,9 +133,10 @@ class Generate:
             steps_per_round=8 if self.stream else 32,
         )
         requests = [dataclasses.replace(params, seed=(self.seed + index) % 2**32) for index in range(len(texts))]
-        streams = [StreamDecoder(tokenizer) for _ in texts]
+        streams = [_StreamedText(tokenizer, self.stop) for _ in texts]
+        updates = decoder.run(ids, requests)  # checks everything before the output is opened
         with _json_output(self.json) as output:
-            for update in decoder.run(ids, requests):
+            for update in updates:
                 if self.stream and self.json != "-":
                     _print_piece(update, streams[update.prompt_index], alone=len(texts) == 1)
                 if update.completion is None:
@@ -166,10 +167,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # The reader has gone, as in `jaxpage ... | head`; what else is buffered goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, NotImplementedError, OSError) as error:
-        print(f"jaxpage: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        _fail(" ".join(str(error).split()))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _fail("out of memory: model and KV pool do not fit; lower --num-blocks, --max-tokens or --max-seqs")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _fail(message: str) -> None:
+    print(f"jaxpage: error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _command(arguments: list[str]) -> Generate | Fetch | Convert:
@@ -225,19 +234,46 @@ def _record(completion: jaxpage.Completion, prompt: str) -> dict[str, object]:
     return record
 
 
+_CUT_SHORT = "(cut short: the pool ran out of blocks; raise --num-blocks)"
+
+
 def _print_completion(completion: jaxpage.Completion, prompt: str) -> None:
     print(f"[{completion.index}] {prompt}\n{(completion.text or '').strip()}")
     if completion.finish_reason == "out_of_blocks":
-        print("(cut short: the pool ran out of blocks; raise --num-blocks)")
+        print(_CUT_SHORT)
     print(flush=True)
 
 
-def _print_piece(update: jaxpage.Update, stream: StreamDecoder, *, alone: bool) -> None:
-    text = stream.push(update.token_ids) + (stream.finish() if update.completion else "")
+class _StreamedText:
+    """What of a sequence's text may be shown: all but an end that a stop string may yet cut off."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self._decoder = StreamDecoder(tokenizer)
+        self._held = max(map(len, stop), default=1) - 1
+        self._text = ""
+        self._shown = 0
+
+    def take(self, update: jaxpage.Update) -> str:
+        """The text that can be shown now and has not been yet."""
+        if update.completion is None:
+            self._text += self._decoder.push(update.token_ids)
+            end = len(self._text) - self._held
+        else:
+            self._text = update.completion.text or ""
+            end = len(self._text)
+        piece = self._text[self._shown : max(end, self._shown)]
+        self._shown += len(piece)
+        return piece
+
+
+def _print_piece(update: jaxpage.Update, text: _StreamedText, *, alone: bool) -> None:
+    piece, done = text.take(update), update.completion
     if alone:
-        print(text, end="\n" if update.completion else "", flush=True)
+        print(piece, end="\n" if done else "", flush=True)
+        if done and done.finish_reason == "out_of_blocks":
+            print(_CUT_SHORT, flush=True)
     else:
-        print(f"[{update.prompt_index}] {text!r}" + (f" ({update.completion.finish_reason})" if update.completion else ""), flush=True)
+        print(f"[{update.prompt_index}] {piece!r}" + (f" ({done.finish_reason})" if done else ""), flush=True)
 
 
 def _stats_line(decoder: jaxpage.BatchDecoder) -> str:

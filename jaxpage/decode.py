@@ -11,7 +11,7 @@ from jaxpage.kv_cache import KVCache, blocks_needed, reserve
 from jaxpage.model import CausalModel
 from jaxpage.sampling import Sampler, count_tokens, sample, score_tokens
 
-__all__ = ["LENGTH", "RUNNING", "STOP", "DecodeState", "Decoded", "decode_loop", "decode_step", "init_state", "prefill"]
+__all__ = ["LENGTH", "RUNNING", "STOP", "DecodeState", "Decoded", "decode_loop", "decode_step", "init_state", "prefill", "starved"]
 
 RUNNING, STOP, LENGTH = 0, 1, 2
 """Why a sequence ended, if it did: values of `DecodeState.finish`."""
@@ -31,7 +31,10 @@ class DecodeState(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What a run of steps produced. Row s's tokens are the first `num_produced` increase of its columns; the rest are -1."""
+    """What a run of steps produced. Row s's tokens are the first columns, as many as its `num_produced` rose by; the rest are -1.
+
+    Log-probabilities mean something only where there is a token.
+    """
 
     tokens: Int[Array, "S steps"]
     logprobs: Float[Array, "S steps"] | None

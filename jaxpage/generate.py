@@ -15,6 +15,7 @@ from jaxpage import decode
 from jaxpage.admission import Request, admit, check_requests, size_cache
 from jaxpage.buckets import SEQ_BUCKETS
 from jaxpage.completion import Completion, Detokenize, TokenLogprob, Transcript
+from jaxpage.config import CacheConfig
 from jaxpage.decode import Decoded, DecodeState
 from jaxpage.inspect import Usage, usage
 from jaxpage.kv_cache import KVCache, init_cache, release
@@ -81,17 +82,21 @@ class BatchDecoder:
           implementation: attention implementation, see `jaxpage.paged_attention`.
 
         Raises:
-          ValueError: a size is not positive, or the dtype is unknown.
+          ValueError: a size is out of range.
         """
         for name, value in (("block_size", block_size), ("max_seqs", max_seqs), ("steps_per_round", steps_per_round)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if max_seqs > SEQ_BUCKETS[-1]:
+            raise ValueError(f"max_seqs must be at most {SEQ_BUCKETS[-1]}, got {max_seqs}")
+        if num_blocks is not None and num_blocks < 2:
+            raise ValueError(f"num_blocks must be at least 2 (the null block included), got {num_blocks}")
         self.model = model
         self.eos_ids = tuple(eos_ids)
         self.detokenize = detokenize
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.max_seqs = min(max_seqs, SEQ_BUCKETS[-1])
+        self.max_seqs = max_seqs
         self.cache_dtype = cache_dtype
         self.steps_per_round = steps_per_round
         self.implementation = implementation
@@ -106,14 +111,15 @@ class BatchDecoder:
           params: one set for all prompts or one for each.
 
         Raises:
-          ValueError: an empty or too long prompt, an id outside the vocabulary, or a pool that cannot hold a prompt. Nothing has been
-            produced then.
+          ValueError: an empty or too long prompt, an id outside the vocabulary, an unknown cache dtype, or a pool that cannot hold a
+            prompt. All of this is checked at the call, before anything is produced.
+          NotImplementedError: the attention implementation does not exist or cannot run the cache.
         """
         requests = check_requests(prompts, params, self.model.config)
         if any(request.params.stop for request in requests) and self.detokenize is None:
             raise ValueError("stop strings need a detokenizer")
         if not requests:
-            return
+            return iter(())
         config = size_cache(
             requests,
             self.model.config,
@@ -122,11 +128,14 @@ class BatchDecoder:
             max_seqs=self.max_seqs,
             dtype=self.cache_dtype,
         )
+        return self._run(requests, config)
+
+    def _run(self, requests: list[Request], config: CacheConfig) -> Iterator[Update]:
         features = Features.of([request.params for request in requests], self.eos_ids)
         cache = init_cache(config)
         self.stats.kv_bytes = config.pool_bytes
         while requests:
-            batch = admit(requests, config)
+            batch = admit(requests, config, self.max_seqs)
             requests = requests[len(batch) :]
             cache = yield from self._run_batch(cache, batch, features, config.max_seqs)
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 __all__ = ["SamplingParams"]
 
+_LARGEST = 1e20  # float32 holds this with room for products
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -57,20 +59,20 @@ class SamplingParams:
     def __post_init__(self) -> None:
         limits = {
             "max_tokens": (1, 2**31 - 1),
-            "min_tokens": (0, self.max_tokens),
+            "min_tokens": (0, self.max_tokens if isinstance(self.max_tokens, int) else 0),
             "temperature": (0.0, math.inf),
             "top_k": (0, 2**31 - 1),
             "top_p": (0.0, 1.0),
             "min_p": (0.0, 1.0),
-            "repetition_penalty": (0.0, math.inf),
-            "presence_penalty": (-math.inf, math.inf),
-            "frequency_penalty": (-math.inf, math.inf),
+            "repetition_penalty": (0.0, _LARGEST),
+            "presence_penalty": (-_LARGEST, _LARGEST),
+            "frequency_penalty": (-_LARGEST, _LARGEST),
             "seed": (0, 2**32 - 1),
             "logprobs": (0, 1024),
         }
         for name, (low, high) in limits.items():
             value = getattr(self, name)
-            if value is None:
+            if value is None and name == "logprobs":
                 continue
             whole = isinstance(low, int)
             number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
@@ -80,8 +82,12 @@ class SamplingParams:
             raise ValueError("top_p must be above 0, got 0")
         if self.repetition_penalty == 0.0:
             raise ValueError("repetition_penalty must be above 0, got 0")
+        if isinstance(self.stop, str):
+            raise ValueError(f"stop must be a tuple of strings, got the string {self.stop!r}")
         if any(not text for text in self.stop):
             raise ValueError("stop strings must not be empty")
         for token, value in self.logit_bias.items():
-            if token < 0 or not math.isfinite(value):
-                raise ValueError(f"logit_bias must map token ids to finite values, got {token!r}: {value!r}")
+            if not isinstance(token, int) or token < 0 or not abs(value) <= _LARGEST:
+                raise ValueError(f"logit_bias must map token ids to values up to {_LARGEST:g}, got {token!r}: {value!r}")
+        if not all(isinstance(token, int) for token in self.stop_ids):
+            raise ValueError(f"stop_ids must be token ids, got {self.stop_ids!r}")

@@ -62,7 +62,7 @@ def attend(
     if sinks is not None:
         sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1), (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sink], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., :block_size].astype(storage.values.dtype)
+    weights = jnp.where(visible[:, None, None], jax.nn.softmax(scores, axis=-1)[..., :block_size], 0.0).astype(storage.values.dtype)
     out = jnp.einsum("nkgc,nkcd->nkgd", weights, storage.values, preferred_element_type=jnp.float32)
     out = out.at[block].get(mode="fill", fill_value=0.0)
     return out.reshape(q.shape).astype(q.dtype)

@@ -33,6 +33,8 @@ def static(
     if q.ndim != 3:
         raise ValueError(f"q must have shape [T, H, D], got {q.shape}")
     num_queries, num_heads, head_dim = q.shape
+    if num_queries == 0:
+        raise ValueError("q must have at least one row, got none")
     held = layout.sizes(storage)
     if head_dim != held.head_dim:
         raise ValueError(f"q has head_dim {head_dim}, the cache holds {held.head_dim}")
@@ -54,8 +56,8 @@ def static(
     if query_starts is not None and query_starts.shape != (num_seqs + 1,):
         raise ValueError(f"query_starts must have shape [S + 1] = {(num_seqs + 1,)}, got {query_starts.shape}")
     for name, indices in (("block_table", block_table), ("lengths", lengths), ("query_starts", query_starts)):
-        if indices is not None and not jnp.issubdtype(indices.dtype, jnp.integer):
-            raise ValueError(f"{name} must hold integers, got {indices.dtype.name}")
+        if indices is not None and indices.dtype != jnp.int32:
+            raise ValueError(f"{name} must hold int32, got {indices.dtype.name}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 token or None, got {window}")
     if soft_cap is not None and soft_cap <= 0:

@@ -16,10 +16,10 @@ from pallas_kernels.ragged import query_places, write_slots
 
 __all__ = ["attend", "supports", "write"]
 
-_CHUNK_BYTES = 8 * 2**20  # keys and values a step gathers at most for all tiles of a group
+_CHUNK_BYTES = 8 * 2**20  # keys and values a step aims to gather for all tiles of a group
 _CHUNK_TOKENS = (64, 2048)  # fewest and most context tokens a step gathers for each tile
 _TILE_QUERIES = 64  # queries of a prefill tile
-_GROUP_ROWS = 512  # query rows times kv heads that a group holds at most; bounds the step's temporaries
+_GROUP_TILES = {"decode": 64, "prefill": 8}  # tiles that walk their contexts together
 _MASKED = -1e30  # finite, so that a row that sees nothing stays free of NaN
 
 
@@ -101,7 +101,8 @@ def attend(
         # A sink is a token with this score and no value.
         highest = jnp.tile(sinks.astype(jnp.float32).reshape(num_kv_heads, group), tile)
         start = start._replace(highest=jnp.broadcast_to(highest[None], rows.shape[:-1]), total=jnp.ones_like(start.total))
-    out = _run_groups(tiles, start, storage, scale=scale, window=window, soft_cap=soft_cap)
+    group_tiles = _GROUP_TILES["decode" if query_starts is None else "prefill"]
+    out = _run_groups(tiles, start, storage, group_tiles, scale=scale, window=window, soft_cap=soft_cap)
 
     out = jnp.moveaxis(out.reshape(num_tiles, num_kv_heads, tile, group, head_dim), 1, 2).reshape(num_tiles * tile, num_heads, head_dim)
     seen = position.reshape(-1) >= 0
@@ -131,15 +132,22 @@ def _tile_rows(
 
 
 def _run_groups(
-    tiles: Tiles, start: Running, storage: layout.XlaStorage, *, scale: float, window: int | None, soft_cap: float | None
+    tiles: Tiles,
+    start: Running,
+    storage: layout.XlaStorage,
+    group_tiles: int,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
 ) -> Float[Array, "P K R D"]:
     """Runs the tiles in groups of like lengths and finishes the softmax."""
-    num_tiles, num_kv_heads, num_rows, _ = tiles.q.shape
-    size = max(1, min(num_tiles, _GROUP_ROWS // (num_kv_heads * num_rows)))
+    num_tiles = tiles.q.shape[0]
+    size = min(num_tiles, group_tiles)
 
     def run(group: tuple[Tiles, Running]) -> Float[Array, "P K R D"]:
-        done = _walk_context(*group, storage, scale=scale, window=window, soft_cap=soft_cap)
-        return done.out / jnp.where(done.total > 0, done.total, 1.0)[..., None]
+        done = _walk_context(*group, storage, size == num_tiles, scale=scale, window=window, soft_cap=soft_cap)
+        return jnp.where(done.highest > _MASKED, 1.0 / done.total, 0.0)[..., None] * done.out
 
     if size == num_tiles:
         return run((tiles, start))
@@ -152,9 +160,19 @@ def _run_groups(
 
 
 def _walk_context(
-    tiles: Tiles, running: Running, storage: layout.XlaStorage, *, scale: float, window: int | None, soft_cap: float | None
+    tiles: Tiles,
+    running: Running,
+    storage: layout.XlaStorage,
+    only_group: bool,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
 ) -> Running:
-    """Folds the whole context of one group of tiles, chunk by chunk, into its running softmax."""
+    """Folds the whole context of one group of tiles, chunk by chunk, into its running softmax.
+
+    One of several groups may hold no query at all, and then takes no step; the only group takes a single chunk without a loop.
+    """
     num_blocks, block_size, num_kv_heads, head_dim = layout.sizes(storage)
     num_tiles, width = tiles.blocks.shape
     token_bytes = 2 * num_tiles * num_kv_heads * head_dim * storage.keys.dtype.itemsize
@@ -188,9 +206,10 @@ def _walk_context(
         values = jnp.where(exists[:, None, :, None], gather(value_rows, index), 0)
         return _fold_chunk(running, tiles.q, keys, values, visible[:, None], scale, soft_cap)
 
-    if num_chunks == 1:
+    if num_chunks == 1 and only_group:
         return fold(jnp.int32(0), running)
-    return lax.fori_loop(jnp.min(tiles.first) // chunk, -(-jnp.max(tiles.end) // chunk), fold, running)
+    last = jnp.minimum(-(-jnp.max(tiles.end) // chunk), num_chunks)  # a length beyond the table adds no work
+    return lax.fori_loop(jnp.min(tiles.first) // chunk, last, fold, running)
 
 
 def _fold_chunk(
@@ -208,7 +227,8 @@ def _fold_chunk(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, _MASKED)
     highest = jnp.maximum(running.highest, jnp.max(scores, axis=-1))
-    # A row that has seen nothing yet gets weights of 1 here; the decay of its first visible token, exp(-1e30), takes them out again.
+    # A row that has seen nothing yet gets weights of 1 here; the decay of its first visible token, exp(-1e30), takes them out again. One
+    # that never sees a token keeps the score _MASKED and gives zeros.
     weights = jnp.exp(scores - highest[..., None])
     decay = jnp.exp(running.highest - highest)
     out = jnp.einsum("pkrc,pkcd->pkrd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)

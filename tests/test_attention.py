@@ -139,6 +139,17 @@ def test_a_block_outside_the_pool_is_neither_read_nor_written(implementation, ba
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_query_that_sees_no_token_gives_zeros(implementation):
+    """Its own block is outside the pool, and the window hides all others."""
+    problem = build(Case((20, 40), window=1))
+    q, k, v, storage, table, lengths, _ = problem.arguments
+    broken = Problem((q, k, v, storage, table.at[0, 1].set(-1), lengths, None), problem.options, problem.keys, problem.values)
+    out, _ = run(broken, implementation)
+    assert not np.any(np.asarray(out)[0])
+    assert_close(out[1:], expected(problem)[1:], "float32")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_position_beyond_the_table_is_dropped(implementation):
     problem = build(Case((32, 16), block_size=16, width=2))
     q, k, v, storage, table, lengths, _ = problem.arguments
@@ -202,7 +213,7 @@ def test_the_best_implementation_is_chosen_and_a_named_one_is_never_replaced():
         ({1: jnp.zeros((3, 2, 32))}, "k must have shape"),
         ({2: jnp.zeros((2, 2, 31))}, "v must have shape"),
         ({4: jnp.zeros((2,), jnp.int32)}, "block_table must have shape"),
-        ({4: jnp.zeros((2, 3))}, "block_table must hold integers"),
+        ({4: jnp.zeros((2, 3))}, "block_table must hold int32"),
         ({5: jnp.zeros((3,), jnp.int32)}, "lengths must have shape"),
         ({4: jnp.zeros((3, 3), jnp.int32), 5: jnp.zeros((3,), jnp.int32)}, "takes one query a sequence"),
         ({6: jnp.zeros((2,), jnp.int32)}, "query_starts must have shape"),

@@ -80,6 +80,20 @@ def test_streamed_text_is_the_whole_text(capsys):
     assert streamed.rstrip("\n") == json.loads(capsys.readouterr().out)["text"].rstrip("\n")
 
 
+def test_streamed_text_ends_before_a_stop_string(capsys):
+    generate("--prompt", "abc", "--ignore-eos", "--json", "-", "--max-tokens", 12)
+    text = json.loads(capsys.readouterr().out)["text"]
+    stop = text[4:7]
+    generate("--prompt", "abc", "--ignore-eos", "--stream", "--stop", stop, "--max-tokens", 12)
+    assert capsys.readouterr().out == text[: text.index(stop)] + "\n"
+
+
+def test_a_refused_request_leaves_the_output_file_alone(capsys, tmp_path):
+    (tmp_path / "out.jsonl").write_text("kept")
+    error_of(capsys, ["generate", "--model", LLAMA, "--prompt", "abc " * 500, "--json", tmp_path / "out.jsonl"])
+    assert (tmp_path / "out.jsonl").read_text() == "kept"
+
+
 def test_prompts_come_from_files_and_chat_uses_the_template(capsys, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "a longer prompt"}\n')
     generate("--prompts-file", tmp_path / "prompts.jsonl", "--json", "-")
@@ -129,7 +143,7 @@ def test_a_pool_that_runs_out_loses_nothing(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", ""], "prompt 1 is empty"),
+        (["--prompt", ""], "prompt 0 is empty"),
         ([], "no prompt given"),
         (["--prompts-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "abc", "--block-size", 0], "block_size must be at least 1, got 0"),
