@@ -7,6 +7,7 @@ by context length and run in groups; a group stops at its longest tile. The work
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -79,47 +80,52 @@ def attend(
 ) -> Float[Array, "T H D"]:
     """Causal attention of each query over its sequence's blocks; see `jaxpage.paged_attention` for the arguments."""
     num_queries, num_heads, head_dim = q.shape
-    num_kv_heads = layout.sizes(storage).num_kv_heads
-    group = num_heads // num_kv_heads
-    tile = 1 if query_starts is None else min(_TILE_QUERIES, num_queries)
-    seq, row, position = _tile_rows(lengths, query_starts, num_queries, tile)
-    num_tiles = seq.shape[0]
-
-    # [P, tile, H, D] -> [P, K, tile * G, D]
-    rows = q if query_starts is None else q[row.reshape(-1)]
-    rows = rows.reshape(num_tiles, tile, num_kv_heads, group, head_dim)
-    rows = jnp.moveaxis(rows, 1, 2).reshape(num_tiles, num_kv_heads, tile * group, head_dim)
-    low = jnp.min(jnp.where(position < 0, jnp.iinfo(jnp.int32).max, position), axis=1)
-    first = jnp.zeros(num_tiles, jnp.int32) if window is None else jnp.maximum(low - window + 1, 0)
-    end = jnp.max(position, axis=1) + 1
-    tiles = Tiles(rows, jnp.repeat(position, group, axis=1), jnp.minimum(first, end), end, block_table[seq])
-
-    start = Running(
-        jnp.full(rows.shape[:-1], _MASKED, jnp.float32), jnp.zeros(rows.shape[:-1], jnp.float32), jnp.zeros(rows.shape, jnp.float32)
-    )
-    if sinks is not None:
-        # A sink is a token with this score and no value.
-        highest = jnp.tile(sinks.astype(jnp.float32).reshape(num_kv_heads, group), tile)
-        start = start._replace(highest=jnp.broadcast_to(highest[None], rows.shape[:-1]), total=jnp.ones_like(start.total))
-    group_tiles = _GROUP_TILES["decode" if query_starts is None else "prefill"]
-    out = _run_groups(tiles, start, storage, group_tiles, scale=scale, window=window, soft_cap=soft_cap)
-
-    out = jnp.moveaxis(out.reshape(num_tiles, num_kv_heads, tile, group, head_dim), 1, 2).reshape(num_tiles * tile, num_heads, head_dim)
-    seen = position.reshape(-1) >= 0
     if query_starts is None:
-        return jnp.where(seen[:, None, None], out, 0.0).astype(q.dtype)
-    target = jnp.where(seen, row.reshape(-1), num_queries)
-    return jnp.zeros_like(q).at[target].set(out.astype(q.dtype), mode="drop")
+        cut, tile_of_query, offset_of_query = _cut_decode(lengths)
+    else:
+        cut, tile_of_query, offset_of_query = _cut_ragged(lengths, query_starts, num_queries)
+    num_tiles, tile = cut.row.shape
+    size = min(num_tiles, _GROUP_TILES["decode" if query_starts is None else "prefill"])
+
+    def run(cut: Cut) -> Float[Array, "P tile H D"]:
+        tiles, start = _load_tiles(cut, q, storage, block_table, window, sinks)
+        done = _walk_context(tiles, start, storage, size == num_tiles, scale=scale, window=window, soft_cap=soft_cap)
+        out = jnp.where(done.highest > _MASKED, 1.0 / done.total, 0.0)[..., None] * done.out
+        out = jnp.moveaxis(out.reshape(size, tiles.q.shape[1], tile, -1, head_dim), 2, 1)
+        return out.reshape(size, tile, num_heads, head_dim).astype(q.dtype)
+
+    if size == num_tiles:
+        out, place = run(cut), tile_of_query
+    else:
+        rank = jnp.argsort(jnp.argsort(jnp.max(cut.position, axis=1)))
+        filler = -num_tiles % size  # the last group is full: the first tile runs once more for each place that is left over
+        order = jnp.concatenate([jnp.zeros(filler, jnp.int32), jnp.argsort(rank)])
+        groups = jax.tree.map(lambda array: array[order].reshape(-1, size, *array.shape[1:]), cut)
+        out, place = lax.map(run, groups), filler + rank[tile_of_query]
+    out = out.reshape(-1, num_heads, head_dim)[place * tile + offset_of_query]
+    seen = query_places(lengths, query_starts, num_queries)[1] >= 0
+    return jnp.where(seen[:, None, None], out, 0)
 
 
-def _tile_rows(
-    lengths: Int[Array, " S"], query_starts: Int[Array, " S+1"] | None, num_queries: int, tile: int
-) -> tuple[Int[Array, " P"], Int[Array, "P tile"], Int[Array, "P tile"]]:
-    """Sequence, query rows and their positions of each tile; position -1 where a tile has no query."""
-    if query_starts is None:
-        rows = jnp.arange(num_queries, dtype=jnp.int32)
-        return rows, rows[:, None], lengths[:, None].astype(jnp.int32) - 1
-    num_seqs = lengths.shape[0]
+class Cut(NamedTuple):
+    """How queries are cut into tiles of one sequence each."""
+
+    seq: Int[Array, " P"]
+    row: Int[Array, "P tile"]  # of q
+    position: Int[Array, "P tile"]  # in the sequence; -1 where the tile has no query
+
+
+def _cut_decode(lengths: Int[Array, " S"]) -> tuple[Cut, Int[Array, " T"], Int[Array, " T"]]:
+    """One tile a sequence. Also the tile of each query, and its offset there."""
+    rows = jnp.arange(lengths.shape[0], dtype=jnp.int32)
+    return Cut(rows, rows[:, None], lengths[:, None] - 1), rows, jnp.zeros_like(rows)
+
+
+def _cut_ragged(
+    lengths: Int[Array, " S"], query_starts: Int[Array, " S+1"], num_queries: int
+) -> tuple[Cut, Int[Array, " T"], Int[Array, " T"]]:
+    """Tiles of up to _TILE_QUERIES queries. Also the tile of each query, and its offset there."""
+    num_seqs, tile = lengths.shape[0], min(_TILE_QUERIES, num_queries)
     counts = query_starts[1:] - query_starts[:-1]
     tile_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-counts // tile))])
     index = jnp.arange(min(num_seqs, num_queries) + num_queries // tile, dtype=jnp.int32)  # at most so many tiles
@@ -128,35 +134,41 @@ def _tile_rows(
     position = lengths[seq, None] - counts[seq, None] + offset
     exists = (index < tile_starts[-1])[:, None] & (offset < counts[seq, None])
     row = jnp.where(exists, query_starts[seq, None] + offset, 0)
-    return seq, row, jnp.where(exists, jnp.maximum(position, -1), -1).astype(jnp.int32)
+    position = jnp.where(exists, jnp.maximum(position, -1), -1).astype(jnp.int32)
+
+    owner, _ = query_places(lengths, query_starts, num_queries)
+    within = jnp.arange(num_queries, dtype=jnp.int32) - query_starts[owner]
+    tile_of_query = jnp.clip(tile_starts[owner] + within // tile, 0, index.shape[0] - 1)  # of a padding row: any
+    return Cut(seq, row, position), tile_of_query, jnp.clip(within, 0) % tile
 
 
-def _run_groups(
-    tiles: Tiles,
-    start: Running,
+def _load_tiles(
+    cut: Cut,
+    q: Float[Array, "T H D"],
     storage: layout.XlaStorage,
-    group_tiles: int,
-    *,
-    scale: float,
+    block_table: Int[Array, "S M"],
     window: int | None,
-    soft_cap: float | None,
-) -> Float[Array, "P K R D"]:
-    """Runs the tiles in groups of like lengths and finishes the softmax."""
-    num_tiles = tiles.q.shape[0]
-    size = min(num_tiles, group_tiles)
-
-    def run(group: tuple[Tiles, Running]) -> Float[Array, "P K R D"]:
-        done = _walk_context(*group, storage, size == num_tiles, scale=scale, window=window, soft_cap=soft_cap)
-        return jnp.where(done.highest > _MASKED, 1.0 / done.total, 0.0)[..., None] * done.out
-
-    if size == num_tiles:
-        return run((tiles, start))
-    order = jnp.argsort(tiles.end)
-    # The first tiles are the shortest: repeat them to fill the last group.
-    order = jnp.concatenate([order[: -num_tiles % size], order])
-    grouped = [[array[order].reshape(-1, size, *array.shape[1:]) for array in part] for part in (tiles, start)]
-    out = lax.map(run, (Tiles(*grouped[0]), Running(*grouped[1])))
-    return jnp.zeros(tiles.q.shape, jnp.float32).at[order].set(out.reshape(-1, *out.shape[2:]))
+    sinks: Float[Array, " H"] | None,
+) -> tuple[Tiles, Running]:
+    """The tiles of one group, and their running softmax before the first token."""
+    num_tiles, tile = cut.row.shape
+    num_kv_heads, head_dim = layout.sizes(storage).num_kv_heads, q.shape[2]
+    rows = q[cut.row].reshape(num_tiles, tile, num_kv_heads, -1, head_dim)
+    group = rows.shape[3]
+    rows = jnp.moveaxis(rows, 1, 2).reshape(num_tiles, num_kv_heads, tile * group, head_dim)
+    end = jnp.max(cut.position, axis=1) + 1
+    first = jnp.zeros(num_tiles, jnp.int32)
+    if window is not None:
+        lowest = jnp.min(jnp.where(cut.position < 0, jnp.iinfo(jnp.int32).max, cut.position), axis=1)
+        first = jnp.clip(lowest - window + 1, 0, end)
+    tiles = Tiles(rows, jnp.repeat(cut.position, group, axis=1), first, end, block_table[cut.seq])
+    shape = rows.shape[:-1]
+    if sinks is None:
+        highest, total = jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
+    else:  # a sink is a token with this score and no value
+        highest = jnp.tile(sinks.astype(jnp.float32).reshape(num_kv_heads, group), tile)
+        highest, total = jnp.broadcast_to(highest[None], shape), jnp.ones(shape, jnp.float32)
+    return tiles, Running(highest, total, jnp.zeros(rows.shape, jnp.float32))
 
 
 def _walk_context(
