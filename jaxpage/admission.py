@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpage.buckets import BLOCK_BUCKETS, SEQ_BUCKETS, bucket
+from jaxpage.buckets import BLOCK_BUCKETS, ROW_BUCKETS, SEQ_BUCKETS, bucket
 from jaxpage.config import CacheConfig
 from jaxpage.model import ModelSizes
 from jaxpage.sampling_params import SamplingParams
@@ -84,7 +84,7 @@ def size_cache(
         num_blocks=num_blocks if num_blocks is not None else bucket(sum(blocks[-together:]) + 1, BLOCK_BUCKETS),
         block_size=block_size,
         max_seqs=bucket(together, SEQ_BUCKETS),
-        max_blocks_per_seq=bucket(blocks[-1], BLOCK_BUCKETS),
+        max_blocks_per_seq=bucket(blocks[-1], ROW_BUCKETS),
         dtype=dtype,
     )
 

@@ -1,6 +1,6 @@
 """Shapes are rounded up to few sizes, so that few programs are compiled."""
 
-__all__ = ["BLOCK_BUCKETS", "SEQ_BUCKETS", "TOKEN_BUCKETS", "bucket"]
+__all__ = ["BLOCK_BUCKETS", "ROW_BUCKETS", "SEQ_BUCKETS", "TOKEN_BUCKETS", "bucket"]
 
 SEQ_BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Sequences of a batch."""
@@ -9,7 +9,10 @@ TOKEN_BUCKETS: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024, 2048)
 """Prompt tokens of one prefill pass; longer prompts take several passes."""
 
 BLOCK_BUCKETS: tuple[int, ...] = tuple(sorted({2**power for power in range(25)} | {3 * 2**power for power in range(23)}))
-"""Blocks of a sequence's row, and of the pool."""
+"""Blocks of the pool."""
+
+ROW_BUCKETS: tuple[int, ...] = (1, 2, 3, *(step * 2**power for power in range(22) for step in (4, 5, 6, 7)))
+"""Blocks of a sequence's row. Finer than the pool's: attention may read what a row has beyond the sequence."""
 
 
 def bucket(size: int, buckets: tuple[int, ...]) -> int:
