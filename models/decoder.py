@@ -39,7 +39,7 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(apply_rope(q, *rope), apply_rope(k, *rope), v)
+        out = attend(apply_rope(q, *rope).astype(x.dtype), apply_rope(k, *rope).astype(x.dtype), v.astype(x.dtype))
         return self.o_proj(out.reshape(*x.shape[:-1], heads * dim))
 
 
@@ -53,8 +53,8 @@ class DecoderLayer(nnx.Module):
         self.feed_forward = FeedForward(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*rows hidden"], rope: tuple[Array, Array], attend: Callable) -> Float[Array, "*rows hidden"]:
-        x = x + self.attention(self.input_norm(x), rope, attend)
-        return x + self.feed_forward(self.post_norm(x))
+        x = (x + self.attention(self.input_norm(x), rope, attend)).astype(x.dtype)
+        return (x + self.feed_forward(self.post_norm(x))).astype(x.dtype)
 
 
 class Decoder(nnx.Module):

@@ -27,7 +27,7 @@ def project(x: Float[Array, "*rows in"], weight: Float[Array, "out in"]) -> Floa
 
 
 class Linear(nnx.Module):
-    """A projection with an optional bias."""
+    """A projection with an optional bias. Its float32 output is rounded by whoever uses it, once, after the work on each element."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, dtype: DTypeLike, rngs: nnx.Rngs):
         init = jax.nn.initializers.normal(0.02)
@@ -39,7 +39,7 @@ class Linear(nnx.Module):
         out = project(x, self.weight[...])
         if self.bias is not None:
             out = out + jnp.broadcast_to(self.bias[...].astype(jnp.float32), out.shape)
-        return out.astype(x.dtype)
+        return out
 
 
 class Embedding(nnx.Module):
@@ -68,7 +68,7 @@ class RMSNorm(nnx.Module):
         """Norms the last axis."""
         wide = x.astype(jnp.float32)
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return wide.astype(x.dtype) * jnp.broadcast_to(self.weight[...], x.shape)
+        return (wide * jnp.broadcast_to(self.weight[...].astype(jnp.float32), x.shape)).astype(x.dtype)
 
 
 class FeedForward(nnx.Module):
@@ -81,7 +81,7 @@ class FeedForward(nnx.Module):
     def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
         """Applies the layer to each row."""
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        return self.down_proj((jax.nn.silu(gate) * up).astype(x.dtype))
 
 
 def rope_table(
