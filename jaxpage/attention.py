@@ -73,7 +73,8 @@ def paged_attention(
       k: keys of the same tokens.
       v: values of the same tokens.
       storage: one layer's blocks.
-      block_table: the blocks of each sequence in order. Block 0 is the null block; it and ids outside the pool are never read.
+      block_table: the blocks of each sequence in order. Block 0 is the null block; it and ids outside the pool are never read: the
+        context ends there.
       lengths: tokens each sequence holds after the write; 0 for a sequence that takes no part.
       query_starts: sequence s owns rows query_starts[s] to query_starts[s + 1] of q. None: decode, row s is sequence s.
       scale: factor of the scores, usually D ** -0.5.

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-__all__ = ["query_places", "write_slots"]
+__all__ = ["query_places", "visible_lengths", "write_slots"]
 
 
 def query_places(
@@ -41,3 +41,10 @@ def write_slots(
     block = block_table[seq, jnp.where(fits, column, 0)]
     known = fits & (block > 0) & (block < num_blocks)
     return jnp.where(known, block, 0), jnp.where(known, position % block_size, 0)
+
+
+def visible_lengths(block_table: Int[Array, "S M"], lengths: Int[Array, " S"], num_blocks: int, block_size: int) -> Int[Array, " S"]:
+    """Tokens of each sequence that can be read: the context ends before the first block that is not in the pool, and with the table."""
+    known = (block_table > 0) & (block_table < num_blocks)
+    blocks = jnp.sum(jnp.cumprod(known, axis=1, dtype=jnp.int32), axis=1)
+    return jnp.minimum(lengths, blocks * block_size).astype(jnp.int32)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import layout
-from pallas_kernels.ragged import query_places
+from pallas_kernels.ragged import query_places, visible_lengths
 
 __all__ = ["attend", "supports"]
 
@@ -35,14 +35,13 @@ def attend(
     num_seqs, width = block_table.shape
     seq, position = query_places(lengths, query_starts, num_queries)
 
-    # The context of every sequence, [S, M * B, K, D]. Tokens of the null block or of a block outside the pool do not exist.
-    known = (block_table > 0) & (block_table < num_blocks)
+    # The context of every sequence, [S, M * B, K, D].
     keys, values = (
-        side[jnp.where(known, block_table, 0)].reshape(num_seqs, width * block_size, num_kv_heads, head_dim).astype(jnp.float32)
+        side.at[block_table].get(mode="clip").reshape(num_seqs, width * block_size, num_kv_heads, head_dim).astype(jnp.float32)
         for side in layout.unpack(storage)
     )
     token = jnp.arange(width * block_size)[None]
-    exists = jnp.repeat(known, block_size, axis=1) & (token < lengths[:, None])
+    exists = token < visible_lengths(block_table, lengths, num_blocks, block_size)[:, None]
 
     visible = exists[seq] & (token <= position[:, None])  # [T, M * B]
     if window is not None:

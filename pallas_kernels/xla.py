@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import layout
-from pallas_kernels.ragged import query_places, write_slots
+from pallas_kernels.ragged import query_places, visible_lengths, write_slots
 
 __all__ = ["attend", "supports", "write"]
 
@@ -85,10 +85,12 @@ def attend(
     else:
         cut, tile_of_query, offset_of_query = _cut_ragged(lengths, query_starts, num_queries)
     num_tiles, tile = cut.row.shape
+    num_blocks, block_size, _, _ = layout.sizes(storage)
+    visible = visible_lengths(block_table, lengths, num_blocks, block_size)
     size = min(num_tiles, _GROUP_TILES["decode" if query_starts is None else "prefill"])
 
     def run(cut: Cut) -> Float[Array, "P tile H D"]:
-        tiles, start = _load_tiles(cut, q, storage, block_table, window, sinks)
+        tiles, start = _load_tiles(cut, q, storage, block_table, visible, window, sinks)
         done = _walk_context(tiles, start, storage, size == num_tiles, scale=scale, window=window, soft_cap=soft_cap)
         out = jnp.where(done.highest > _MASKED, 1.0 / done.total, 0.0)[..., None] * done.out
         out = jnp.moveaxis(out.reshape(size, tiles.q.shape[1], tile, -1, head_dim), 2, 1)
@@ -147,6 +149,7 @@ def _load_tiles(
     q: Float[Array, "T H D"],
     storage: layout.XlaStorage,
     block_table: Int[Array, "S M"],
+    visible: Int[Array, " S"],
     window: int | None,
     sinks: Float[Array, " H"] | None,
 ) -> tuple[Tiles, Running]:
@@ -156,7 +159,7 @@ def _load_tiles(
     rows = q[cut.row].reshape(num_tiles, tile, num_kv_heads, -1, head_dim)
     group = rows.shape[3]
     rows = jnp.moveaxis(rows, 1, 2).reshape(num_tiles, num_kv_heads, tile * group, head_dim)
-    end = jnp.max(cut.position, axis=1) + 1
+    end = jnp.minimum(jnp.max(cut.position, axis=1) + 1, visible[cut.seq])
     first = jnp.zeros(num_tiles, jnp.int32)
     if window is not None:
         lowest = jnp.min(jnp.where(cut.position < 0, jnp.iinfo(jnp.int32).max, cut.position), axis=1)
@@ -203,13 +206,12 @@ def _walk_context(
 
     def fold(step: Int[Array, ""], running: Running) -> Running:
         units = step * chunk_units + jnp.arange(chunk_units, dtype=jnp.int32)
-        block = jnp.take(tiles.blocks, units // parts, axis=1, mode="fill", fill_value=0)  # [P, units]
-        known = (block > 0) & (block < num_blocks)
+        block = jnp.take(tiles.blocks, units // parts, axis=1, mode="clip")  # [P, units]
         head = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
-        index = (jnp.where(known, block, 0)[:, None] * num_kv_heads + head) * parts + (units % parts)[None, None]
+        index = (jnp.clip(block, 0, num_blocks - 1)[:, None] * num_kv_heads + head) * parts + (units % parts)[None, None]
 
         token = step * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        exists = jnp.repeat(known, unit, axis=1) & (token[None] < tiles.end[:, None])  # [P, chunk]
+        exists = token[None] < tiles.end[:, None]  # [P, chunk]
         visible = exists[:, None] & (token[None, None] <= tiles.position[..., None])  # [P, R, chunk]
         if window is not None:
             visible &= token[None, None] > tiles.position[..., None] - window
