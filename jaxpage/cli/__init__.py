@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import jax
 import tyro
 
-from jaxpage import fetch
 from jaxpage.cli.convert import Convert
 from jaxpage.cli.fetch import Fetch
 from jaxpage.cli.generate import Generate
 from jaxpage.cli.kernels import Kernels
+from jaxpage.fetch import default_home
 
 __all__ = ["main"]
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `jaxpage` command. Bad input ends it with one line on stderr and exit code 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     # Compiled programs are kept beside the models, so that only the first run of a shape waits for the compiler.
-    jax.config.update("jax_compilation_cache_dir", str(fetch.default_home() / "programs"))
+    jax.config.update("jax_compilation_cache_dir", str(default_home() / "programs"))
     try:
         if arguments == ["--version"]:
             print(importlib.metadata.version("jaxpage"))
