@@ -1,6 +1,6 @@
 """jaxpage: paged attention in JAX, from block pools to a jitted decode loop."""
 
-from jaxpage.attention import IMPLEMENTATIONS, debug_checks, paged_attention, query_positions, supports
+from jaxpage.attention import IMPLEMENTATIONS, debug_checks, interpret_kernels, paged_attention, query_positions, supports
 from jaxpage.block_pool import BlockPool
 from jaxpage.block_table import BlockTable
 from jaxpage.completion import Completion, TokenLogprob
@@ -45,6 +45,7 @@ __all__ = [
     "generate",
     "init_cache",
     "init_state",
+    "interpret_kernels",
     "paged_attention",
     "prefill",
     "query_positions",

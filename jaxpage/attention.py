@@ -9,12 +9,13 @@ from types import ModuleType
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import contiguous, layout, ragged, reference, validate, xla
+from pallas_kernels import contiguous, layout, ragged, reference, tpu, validate, xla
+from pallas_kernels.interpret import interpret_kernels
 
-__all__ = ["IMPLEMENTATIONS", "debug_checks", "paged_attention", "query_positions", "supports"]
+__all__ = ["IMPLEMENTATIONS", "debug_checks", "interpret_kernels", "paged_attention", "query_positions", "supports"]
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"xla": xla, "contiguous": contiguous, "reference": reference}
-"""Modules with `supports` and `attend`, the most preferred first."""
+IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "xla": xla, "contiguous": contiguous, "reference": reference}
+"""Modules with `supports`, `write` and `attend`, the most preferred first."""
 
 _debug: contextvars.ContextVar[bool] = contextvars.ContextVar("debug_checks", default=False)
 
@@ -33,12 +34,15 @@ def debug_checks() -> Iterator[None]:
         _debug.reset(token)
 
 
-def supports(implementation: str, storage: layout.Storage, *, num_seqs: int, table_width: int, decode: bool) -> tuple[bool, str]:
+def supports(
+    implementation: str, storage: layout.Storage, *, num_heads: int, num_seqs: int, table_width: int, decode: bool
+) -> tuple[bool, str]:
     """Whether an implementation can run a call, and if not why.
 
     Args:
       implementation: a key of `IMPLEMENTATIONS`.
       storage: one layer's storage.
+      num_heads: query heads (H).
       num_seqs: rows of the block table (S).
       table_width: columns of the block table (M).
       decode: one query a sequence.
@@ -48,7 +52,7 @@ def supports(implementation: str, storage: layout.Storage, *, num_seqs: int, tab
     """
     if implementation not in IMPLEMENTATIONS:
         raise NotImplementedError(f"no attention implementation {implementation!r}; there are: {', '.join(IMPLEMENTATIONS)}")
-    return IMPLEMENTATIONS[implementation].supports(storage, num_seqs, table_width, decode)
+    return IMPLEMENTATIONS[implementation].supports(storage, num_heads, num_seqs, table_width, decode)
 
 
 def paged_attention(
@@ -64,6 +68,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
+    kv_scales: Float[Array, "2"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T H D"], layout.Storage]:
     """Writes new keys and values into their blocks, then lets each query attend causally to its sequence (Kwon et al., 2023).
@@ -81,6 +86,7 @@ def paged_attention(
       window: a query sees its last `window` tokens, itself included; None: all.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap); None: as they are.
       sinks: a score for each head that takes part in the softmax without a value.
+      kv_scales: keys are stored divided by the first number and values by the second: for 8-bit storage without scales of its own.
       implementation: a key of `IMPLEMENTATIONS`; None picks the first that supports the call.
 
     Returns:
@@ -90,13 +96,20 @@ def paged_attention(
       ValueError: an argument of the wrong shape, dtype or range, by name; in debug mode also bad values in the table.
       NotImplementedError: the named implementation cannot run this call; says why.
     """
-    validate.static(q, k, v, storage, block_table, lengths, query_starts, window=window, soft_cap=soft_cap, sinks=sinks)
+    validate.static(
+        q, k, v, storage, block_table, lengths, query_starts, window=window, soft_cap=soft_cap, sinks=sinks, kv_scales=kv_scales
+    )
     if _debug.get():
         _check_values(storage, block_table, lengths, query_starts, q.shape[0])
-    chosen = _choose(implementation, storage, block_table.shape, query_starts is None)
-    storage = xla.write(storage, k, v, block_table, lengths, query_starts)
-    out = chosen.attend(q, storage, block_table, lengths, query_starts, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-    return out, storage
+    chosen = _choose(implementation, storage, q.shape[1], block_table.shape, query_starts is None)
+    attend = functools.partial(chosen.attend, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    if kv_scales is None:
+        storage = chosen.write(storage, k, v, block_table, lengths, query_starts)
+        return attend(q, storage, block_table, lengths, query_starts), storage
+    key_scale, value_scale = kv_scales.astype("float32")
+    storage = chosen.write(storage, k / key_scale, v / value_scale, block_table, lengths, query_starts)
+    out = attend(q * key_scale, storage, block_table, lengths, query_starts) * value_scale
+    return out.astype(q.dtype), storage
 
 
 def query_positions(lengths: Int[Array, " S"], query_starts: Int[Array, " S+1"] | None, num_queries: int) -> Int[Array, " T"]:
@@ -114,11 +127,13 @@ def _check_values(storage: layout.Storage, block_table: Array, lengths: Array, q
         check(*arrays)
 
 
-def _choose(implementation: str | None, storage: layout.Storage, table_shape: tuple[int, ...], decode: bool) -> ModuleType:
+def _choose(
+    implementation: str | None, storage: layout.Storage, num_heads: int, table_shape: tuple[int, ...], decode: bool
+) -> ModuleType:
     num_seqs, table_width = table_shape
     reasons = []
     for name in [implementation] if implementation is not None else IMPLEMENTATIONS:
-        able, reason = supports(name, storage, num_seqs=num_seqs, table_width=table_width, decode=decode)
+        able, reason = supports(name, storage, num_heads=num_heads, num_seqs=num_seqs, table_width=table_width, decode=decode)
         if able:
             return IMPLEMENTATIONS[name]
         reasons.append(f"{name}: {reason}")

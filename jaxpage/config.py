@@ -6,7 +6,8 @@ import jax.numpy as jnp
 
 __all__ = ["CacheConfig"]
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+_SCALES = ("token", "tensor")
 _INT32 = 2**31 - 1
 
 
@@ -22,7 +23,9 @@ class CacheConfig:
       block_size: tokens a block holds (B).
       max_seqs: sequences the table has rows for (S).
       max_blocks_per_seq: blocks one sequence may own (M).
-      dtype: "float32", "bfloat16" or "float16".
+      dtype: "float32", "bfloat16" or "float16"; where the backend's layout has them also "int8" and "float8_e4m3fn".
+      scales: of 8-bit dtypes. "token": one for each token and head, kept in the blocks. "tensor": none are kept, see `kv_scales` of
+        `paged_attention`.
     """
 
     num_layers: int
@@ -33,16 +36,19 @@ class CacheConfig:
     max_seqs: int
     max_blocks_per_seq: int
     dtype: str = "float32"
+    scales: str = "token"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "dtype" and (not isinstance(value, int) or value < 1):
+            if field.name not in ("dtype", "scales") and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{field.name} must be a positive integer, got {value!r}")
         if self.num_blocks < 2:
             raise ValueError("num_blocks must be at least 2: block 0 is the null block and is never handed out")
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+        if self.scales not in _SCALES:
+            raise ValueError(f"scales must be one of {', '.join(_SCALES)}, got {self.scales!r}")
         rows = self.num_blocks * self.block_size * self.num_kv_heads
         if rows > _INT32:
             raise ValueError(
@@ -69,9 +75,15 @@ class CacheConfig:
         )
 
     @property
+    def scaled(self) -> bool:
+        """Whether blocks hold a scale for each token and head."""
+        return jnp.dtype(self.dtype).itemsize == 1 and self.scales == "token"
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes of keys and values one token takes over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        """Bytes of keys and values, and of their scales, one token takes over all layers."""
+        head = self.head_dim * jnp.dtype(self.dtype).itemsize + 2 * self.scaled
+        return 2 * self.num_layers * self.num_kv_heads * head
 
     @property
     def pool_bytes(self) -> int:

@@ -46,7 +46,9 @@ def init_cache(config: CacheConfig, backend: str | None = None) -> KVCache:
     if backend is None:
         backend = jax.default_backend() if jax.default_backend() in layout.LAYOUTS else "xla"
     storage = tuple(
-        layout.init_storage(backend, config.num_blocks, config.block_size, config.num_kv_heads, config.head_dim, jnp.dtype(config.dtype))
+        layout.init_storage(
+            backend, config.num_blocks, config.block_size, config.num_kv_heads, config.head_dim, config.dtype, config.scaled
+        )
         for _ in range(config.num_layers)
     )
     return KVCache(storage, block_pool.init_pool(config.num_blocks), init_table(config.max_seqs, config.max_blocks_per_seq))

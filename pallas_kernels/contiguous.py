@@ -12,10 +12,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import layout, xla
 
-__all__ = ["attend", "supports"]
+__all__ = ["attend", "supports", "write"]
+
+write = xla.write
 
 
-def supports(storage: layout.Storage, num_seqs: int, table_width: int, decode: bool) -> tuple[bool, str]:
+def supports(storage: layout.Storage, num_heads: int, num_seqs: int, table_width: int, decode: bool) -> tuple[bool, str]:
     """Whether this implementation can run such a call, and if not why."""
     if not isinstance(storage, layout.XlaStorage):
         return False, f"needs the XLA layout, the cache has {type(storage).__name__}"

@@ -6,15 +6,17 @@ Slow and memory-hungry on purpose: it is what the others are compared with. It i
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import layout
+from pallas_kernels import layout, xla
 from pallas_kernels.ragged import query_places, visible_lengths
 
-__all__ = ["attend", "supports"]
+__all__ = ["attend", "supports", "write"]
+
+write = xla.write
 
 
-def supports(storage: layout.Storage, num_seqs: int, table_width: int, decode: bool) -> tuple[bool, str]:
+def supports(storage: layout.Storage, num_heads: int, num_seqs: int, table_width: int, decode: bool) -> tuple[bool, str]:
     """Whether this implementation can run such a call, and if not why."""
-    return True, ""
+    return xla.supports(storage, num_heads, num_seqs, table_width, decode)
 
 
 def attend(

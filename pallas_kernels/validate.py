@@ -24,6 +24,7 @@ def static(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    kv_scales: jax.Array | None,
 ) -> None:
     """Checks ranks, shapes, dtypes and static numbers.
 
@@ -64,6 +65,8 @@ def static(
         raise ValueError(f"soft_cap must be positive or None, got {soft_cap}")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"sinks must have shape [H] = {(num_heads,)}, got {sinks.shape}")
+    if kv_scales is not None and kv_scales.shape != (2,):
+        raise ValueError(f"kv_scales must have shape (2,), one for keys and one for values, got {kv_scales.shape}")
 
 
 def dynamic(

@@ -24,7 +24,7 @@ _GROUP_TILES = {"decode": 64, "prefill": 8}  # tiles that walk their contexts to
 _MASKED = -1e30  # finite, so that a row that sees nothing stays free of NaN
 
 
-def supports(storage: layout.Storage, num_seqs: int, table_width: int, decode: bool) -> tuple[bool, str]:
+def supports(storage: layout.Storage, num_heads: int, num_seqs: int, table_width: int, decode: bool) -> tuple[bool, str]:
     """Whether this implementation can run such a call, and if not why."""
     if not isinstance(storage, layout.XlaStorage):
         return False, f"needs the XLA layout, the cache has {type(storage).__name__}"

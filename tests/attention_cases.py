@@ -36,7 +36,7 @@ class Problem:
     values: np.ndarray
 
 
-def build(case: Case, seed: int = 0) -> Problem:
+def build(case: Case, seed: int = 0, backend: str = "xla") -> Problem:
     """Draws a problem. Slots that hold no token are NaN, and unused table entries name somebody else's blocks."""
     rng = np.random.default_rng(seed)
     lengths = np.asarray(case.lengths, np.int32)
@@ -70,7 +70,7 @@ def build(case: Case, seed: int = 0) -> Problem:
             token = np.arange(length - counts[seq], length)
             rows = seq + np.zeros(counts[seq], int) if case.new is None else np.arange(starts[seq], starts[seq + 1])
             full[table[seq, token // case.block_size], token % case.block_size] = new[rows]
-    storage = layout.pack(jnp.asarray(before["k"], case.dtype), jnp.asarray(before["v"], case.dtype))
+    storage = layout.pack(jnp.asarray(before["k"], case.dtype), jnp.asarray(before["v"], case.dtype), backend)
     options = {"scale": case.head_dim**-0.5, "window": case.window, "soft_cap": case.soft_cap}
     if case.sinks:
         options["sinks"] = jnp.asarray(draw(case.kv_heads * case.group))

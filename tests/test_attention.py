@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from attention_cases import Case, Problem, build
 from flax import nnx
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
 from oracle import paged_attention as oracle
 
 import jaxpage
@@ -13,7 +15,8 @@ from models import Decoder, ModelConfig
 from pallas_kernels import layout, validate
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 3e-3}
-IMPLEMENTATIONS = ("reference", "xla")
+IMPLEMENTATIONS = ("reference", "xla", "tpu")
+BACKEND = {"reference": "xla", "xla": "xla", "tpu": "tpu"}
 
 CASES = {
     "one token": Case((1,)),
@@ -68,10 +71,27 @@ CASES = {
 }
 
 
-def run(problem: Problem, implementation: str | None):
-    return jax.jit(lambda *arguments: jaxpage.paged_attention(*arguments, **problem.options, implementation=implementation))(
-        *problem.arguments
-    )
+def no_tpu_kernel(case: Case) -> str:
+    if len(case.lengths) > 100:
+        return "takes minutes in the interpreter"
+    if case.dtype == "float16":
+        return "the TPU layout has no float16"
+    return f"no TPU kernel for block size {case.block_size}" if case.block_size in (11, 384) else ""
+
+
+def attend(implementation: str, *arguments, **options):
+    """A compiled call of one implementation; a TPU kernel runs in its interpreter, which must find no race."""
+    call = jax.jit(lambda *arguments: jaxpage.paged_attention(*arguments, **options, implementation=implementation))
+    if implementation != "tpu":
+        return call(*arguments)
+    with jaxpage.interpret_kernels(pltpu.InterpretParams(detect_races=True)):
+        result = jax.block_until_ready(call(*arguments))
+    assert not interpret_pallas_call.races.races_found
+    return result
+
+
+def run(problem: Problem, implementation: str):
+    return attend(implementation, *problem.arguments, **problem.options)
 
 
 def expected(problem: Problem):
@@ -90,7 +110,9 @@ def assert_close(out, target, dtype: str):
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_oracle(name, implementation):
     case = CASES[name]
-    problem = build(case, seed=sum(map(ord, name)))
+    if implementation == "tpu" and (reason := no_tpu_kernel(case)):
+        pytest.skip(reason)
+    problem = build(case, seed=sum(map(ord, name)), backend=BACKEND[implementation])
     out, storage = run(problem, implementation)
     assert_close(out, expected(problem), case.dtype)
     # The write put the new tokens in their slots and touched no other but those of the null block.
@@ -100,23 +122,21 @@ def test_agrees_with_the_oracle(name, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_of_no_sequence_are_zero(implementation):
-    decode = run(build(Case((0, 5, 0))), implementation)[0]
+    decode = run(build(Case((0, 5, 0)), backend=BACKEND[implementation]), implementation)[0]
     assert not np.any(np.asarray(decode)[[0, 2]])
-    ragged = run(build(Case((5, 9), new=(5, 2), padding=9)), implementation)[0]
+    ragged = run(build(Case((5, 9), new=(5, 2), padding=9), backend=BACKEND[implementation]), implementation)[0]
     assert not np.any(np.asarray(ragged)[7:])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_batched_equals_alone(implementation):
     lengths = (1, 16, 17, 4095)
-    problem = build(Case(lengths))
+    problem = build(Case(lengths), backend=BACKEND[implementation])
     together = np.asarray(run(problem, implementation)[0])
     q, k, v, storage, table, _, _ = problem.arguments
     for seq, length in enumerate(lengths):
         part = slice(seq, seq + 1)
-        alone, _ = jaxpage.paged_attention(
-            q[part], k[part], v[part], storage, table[part], jnp.asarray([length]), **problem.options, implementation=implementation
-        )
+        alone, _ = attend(implementation, q[part], k[part], v[part], storage, table[part], jnp.asarray([length]), **problem.options)
         np.testing.assert_allclose(together[part], alone, rtol=1e-5, atol=1e-6)
 
 
@@ -124,7 +144,7 @@ def test_batched_equals_alone(implementation):
 @pytest.mark.parametrize("bad", [-1, 0, 1000, 2**31 - 1])
 def test_a_block_outside_the_pool_is_neither_read_nor_written(implementation, bad):
     """A clipped id would read or overwrite somebody else's block."""
-    problem = build(Case((20, 40), block_size=16))
+    problem = build(Case((20, 40), block_size=16), backend=BACKEND[implementation])
     q, k, v, storage, table, lengths, _ = problem.arguments
     stored = layout.unpack(storage)[0]
     table = table.at[0, 1].set(bad)  # holds tokens 16 to 19 of sequence 0, its newest token among them
@@ -141,7 +161,7 @@ def test_a_block_outside_the_pool_is_neither_read_nor_written(implementation, ba
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_query_that_sees_no_token_gives_zeros(implementation):
     """Its own block is outside the pool, and the window hides all others."""
-    problem = build(Case((20, 40), window=1))
+    problem = build(Case((20, 40), window=1), backend=BACKEND[implementation])
     q, k, v, storage, table, lengths, _ = problem.arguments
     broken = Problem((q, k, v, storage, table.at[0, 1].set(-1), lengths, None), problem.options, problem.keys, problem.values)
     out, _ = run(broken, implementation)
@@ -151,7 +171,7 @@ def test_a_query_that_sees_no_token_gives_zeros(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_position_beyond_the_table_is_dropped(implementation):
-    problem = build(Case((32, 16), block_size=16, width=2))
+    problem = build(Case((32, 16), block_size=16, width=2), backend=BACKEND[implementation])
     q, k, v, storage, table, lengths, _ = problem.arguments
     storage = jax.tree.map(jnp.nan_to_num, storage)  # the slot of token 31, which stays unwritten here, is in sight
     grown = lengths.at[0].set(33)
@@ -196,10 +216,10 @@ def test_the_best_implementation_is_chosen_and_a_named_one_is_never_replaced():
     storage = problem.arguments[3]
     with pytest.raises(NotImplementedError, match="needs one block a sequence"):
         run(problem, "contiguous")
-    with pytest.raises(NotImplementedError, match="there are: xla, contiguous, reference"):
+    with pytest.raises(NotImplementedError, match="there are: tpu, xla, contiguous, reference"):
         run(problem, "cuda")
-    assert jaxpage.supports("xla", storage, num_seqs=2, table_width=3, decode=True) == (True, "")
-    able, reason = jaxpage.supports("contiguous", storage, num_seqs=2, table_width=1, decode=True)
+    assert jaxpage.supports("xla", storage, num_heads=4, num_seqs=2, table_width=3, decode=True) == (True, "")
+    able, reason = jaxpage.supports("contiguous", storage, num_heads=4, num_seqs=2, table_width=1, decode=True)
     assert not able and "a block reserved for each of the 2 sequences" in reason
 
 

@@ -195,7 +195,7 @@ def test_what_unwritten_storage_holds_changes_not_a_bit(model):
 def test_contiguous_reservation_gives_the_same_tokens_through_the_same_loop(model):
     config = CacheConfig.contiguous(num_layers=2, num_kv_heads=2, head_dim=8, max_seqs=4, max_length=32)
     cache = jaxpage.init_cache(config, "xla")
-    assert jaxpage.supports("contiguous", cache.storage[0], num_seqs=4, table_width=1, decode=True) == (True, "")
+    assert jaxpage.supports("contiguous", cache.storage[0], num_heads=4, num_seqs=4, table_width=1, decode=True) == (True, "")
     made = decode_four(model, cache, "contiguous")
     paged = decode_four(model, jaxpage.init_cache(PAGED, "xla"))
     assert made.tokens.tolist() == paged.tokens.tolist()
