@@ -1,6 +1,9 @@
 """Strict flags, and the models that tests share."""
 
+import os
 import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would look for a TPU first
 
 import jax
 import pytest

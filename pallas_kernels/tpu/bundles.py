@@ -68,7 +68,7 @@ _BRANCH = re.compile(r"\bsbr\.rel (?:\([^)]*\) )?target = \$region(\d+)")
 _START = re.compile(r"Start(?:/End empty)? region (\d+)")
 _ALLOCATION = re.compile(r"^ +#allocation\d+ \[shape = .*?space=(\w+), size = (0x[0-9a-f]+), (?:offset = \S+, )?scoped", re.MULTILINE)
 _COPY, _PUSH = re.compile(r"= dma\.hbm_to_vmem\b"), re.compile(r"\b(?:vmatpush\d?|vmatprep\.subr)\b")
-_WIDE, _NARROW = re.compile(r"\bvmatmul(?:\.mubr)?(?:\.msk)?\.f32\b"), re.compile(r"\bvmatmul(?:\.mubr)?(?:\.msk)?\.(?!f32)\w")
+_MATMUL, _WIDE_MATMUL = re.compile(r"\bvmatmul\b"), re.compile(r"\bvmatmul(?:\.mubr)?(?:\.msk)?\.f32\b")
 _SUFFIXES = {
     "bundles": "final_bundles",
     "utilization": "final_hlo-static-per-bundle-utilization",
@@ -126,8 +126,8 @@ def _pieces(bundles: list[str], regions: list[Region]) -> Iterator[Piece]:
     for start, stop in itertools.pairwise(cuts):
         around = tuple(region for region in regions if region.start <= start and stop <= region.stop)
         text = "".join(bundles[start:stop])
-        copies, pushes, wide, narrow = (len(operation.findall(text)) for operation in (_COPY, _PUSH, _WIDE, _NARROW))
-        yield Piece(start, stop, around, copies, pushes, rows=8 * wide + 16 * narrow)
+        copies, pushes, matmuls, wide = (len(operation.findall(text)) for operation in (_COPY, _PUSH, _MATMUL, _WIDE_MATMUL))
+        yield Piece(start, stop, around, copies, pushes, rows=16 * matmuls - 8 * wide)
 
 
 def _utilization(text: str) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
