@@ -38,7 +38,7 @@ if ! cmp -s pyproject.toml $(VENV)/installed-$(1).toml; then \
 fi
 endef
 
-.PHONY: help demo test check format clean
+.PHONY: help demo kernels test check format clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -48,6 +48,11 @@ demo: ## generate text with a small model (downloads 93 MB the first time)
 	$(call setup,demo)
 	$(BIN)/jaxpage generate --model smollm2-135m --stats --max-tokens 48 --chat \
 	  --prompt "What is gravity?" "Write one sentence about the sea." "Name three colours."
+
+kernels: ## compile the kernels for TPUs, without one, and write what bounds them to docs/measured (half an hour)
+	$(call setup,aot)
+	$(BIN)/jaxpage kernels --json docs/measured/kernels_tpu.jsonl --plot docs/measured/kernels_tpu.png > docs/measured/kernels_tpu.tmp
+	mv docs/measured/kernels_tpu.tmp docs/measured/kernels_tpu.md
 
 test: ## run the tests
 	$(call setup,dev)

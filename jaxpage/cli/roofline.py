@@ -1,8 +1,10 @@
 """The roofline picture of `jaxpage kernels`: the rate that each kernel can reach against its FLOPs a byte, under the roofs of each TPU."""
 
+import itertools
 import math
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 try:
     import matplotlib
@@ -62,24 +64,35 @@ def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
 
 
 def _panel(ax: Axes, target: Target, rows: list[Row], kernels: list[str]) -> None:
+    points = [(row.kernel, row.shape, row.intensity, row.flops_per_second) for row in rows if row.intensity and row.flops_per_second]
     ridge = target.flops / target.hbm
-    intensities = [row.intensity for row in rows if row.intensity]
-    low, high = min(intensities) / 2, max(ridge, *intensities) * 8
-    roof = [low, ridge, high]
-    ax.plot(roof, [min(target.flops, target.hbm * x) / 1e12 for x in roof], color="black", linewidth=1.2)
-    ax.annotate(f"HBM {target.hbm / 1e9:.0f} GB/s", (ridge / 4, target.hbm * ridge / 4 / 1e12), (-6, 6), **_TEXT, ha="right")
-    ax.annotate(f"bfloat16 {target.flops / 1e12:.0f} TFLOP/s", (ridge * 1.2, target.flops / 1e12), (0, 5), **_TEXT)
-    for kernel, (color, marker) in zip(kernels, _STYLES, strict=False):
-        points = sorted((row.intensity, row.flops_per_second / 1e12) for row in rows if row.kernel == kernel)
-        if points:
-            ax.plot(*zip(*points, strict=True), marker=marker, color=color, linestyle=":", linewidth=0.8, markersize=5)
-            ax.annotate(kernel, points[-1], (8, -3), **_TEXT, color=color)
-    for shape in dict.fromkeys(row.shape for row in rows):
-        x = min(row.intensity for row in rows if row.shape == shape and row.intensity)
-        ax.annotate(shape, (x, 0), (0, 4), xycoords=("data", "axes fraction"), rotation=90, ha="center", **{**_TEXT, "fontsize": 6})
-    ax.set(xscale="log", yscale="log", title=f"{target.name}, one core at {target.clock / 1e9:.2f} GHz (assumed)")
-    ax.set(xlabel="FLOPs for each byte from HBM", ylabel="TFLOP/s that the schedule allows")
+    left, right = min(x for _, _, x, _ in points) / 2, max(ridge, *(x for _, _, x, _ in points)) * 40
+    bottom, top = min(target.hbm * left, *(y for _, _, _, y in points)) / 8, target.flops * 3  # with room for names
+    ax.set(xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, top))
+    ax.set(xlabel="FLOPs for each byte from HBM", ylabel="FLOP/s that the schedule allows")
+    ax.set(title=f"{target.name}, one core at {target.clock / 1e9:.2f} GHz (assumed)")
     ax.grid(color="#dddddd", linewidth=0.5)
+    roof = [left, ridge, right]
+    ax.plot(roof, [min(target.flops, target.hbm * x) for x in roof], color="black", linewidth=1.2)
+    ax.annotate(f"HBM {target.hbm / 1e9:.0f} GB/s", (ridge / 4, target.hbm * ridge / 4), (-6, 6), ha="right", **_TEXT)
+    ax.annotate(f"bfloat16 {target.flops / 1e12:.0f} TFLOP/s", (ridge, target.flops), (0, 5), **_TEXT)
+
+    styles = dict(zip(kernels, itertools.cycle(_STYLES), strict=False))
+    ends: list[tuple[float, float, str]] = []
+    for kernel in dict.fromkeys(kernel for kernel, *_ in points):
+        series = sorted((x, y) for name, _, x, y in points if name == kernel)
+        color, marker = styles[kernel]
+        ax.plot(*zip(*series, strict=True), color=color, marker=marker, markersize=5, linestyle="")
+        x, y = series[-1]
+        ends.append((y, x, kernel))
+    height = 0.0
+    for y, x, kernel in sorted(ends):
+        height = max(y, height * (top / bottom) ** _LINE)  # names of points that lie close are moved apart
+        ax.annotate(kernel, (x, height), (8, -3), color=styles[kernel][0], **_TEXT)
+    for x in dict.fromkeys(x for _, _, x, _ in points):
+        names = ", ".join(dict.fromkeys(shape for _, shape, at, _ in points if at == x))
+        ax.annotate(names, (x, bottom), (0, 4), rotation=90, ha="center", **{**_TEXT, "fontsize": 6})
 
 
-_TEXT = {"textcoords": "offset points", "fontsize": 8}
+_LINE = 0.045  # a line of text, as a share of a panel's height
+_TEXT: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8}

@@ -1,0 +1,73 @@
+"""What the report measures: kernels, targets, model shapes, block sizes and dtypes, and which of their combinations."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from pallas_kernels.report.kernels import KERNELS
+from pallas_kernels.report.shape import Shape
+from pallas_kernels.targets import TARGETS
+
+__all__ = ["SHAPES", "Case", "Shape", "select_cases"]
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("smollm2-135m", 9, 3, 64),
+        Shape("llama-3-8b", 32, 8, 128),
+        Shape("llama-3-70b/8", 8, 1, 128),  # one of eight shards
+        Shape("qwen3-32b", 64, 8, 128),
+        Shape("gemma-3-27b", 32, 16, 128, window=1024),
+    )
+}
+"""The attention layers of models, by name."""
+
+_USUAL_SHAPE, _USUAL_BLOCK_SIZE, _USUAL_DTYPE = "llama-3-8b", 16, "bfloat16"
+_BLOCK_SIZES = (1, 8, 16, 64, 128)
+_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn")
+_QUICK_TARGETS, _QUICK_SHAPES = ("v6e", "tpu7x"), ("smollm2-135m", "llama-3-8b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compilation of the report, by the names of its parts."""
+
+    kernel: str
+    target: str
+    shape: str
+    block_size: int
+    kv_dtype: str
+
+
+def select_cases(
+    targets: Sequence[str] = (), kernels: Sequence[str] = (), shapes: Sequence[str] = (), *, quick: bool = False
+) -> list[Case]:
+    """The report's cases, target by target.
+
+    All shapes come with blocks of 16 and bfloat16; the other block sizes and dtypes with one shape, so that each axis shows once.
+
+    Args:
+      targets: only these; none: all.
+      kernels: only these; none: all.
+      shapes: only these; none: all.
+      quick: only the newest two targets and two shapes, with blocks of 16 and bfloat16.
+
+    Raises:
+      ValueError: a name is not known.
+    """
+    targets = _chosen("target", targets, TARGETS, _QUICK_TARGETS if quick else ())
+    kernels = _chosen("kernel", kernels, KERNELS, ())
+    shapes = _chosen("shape", shapes, SHAPES, _QUICK_SHAPES if quick else ())
+    variants = [(shape, _USUAL_BLOCK_SIZE, _USUAL_DTYPE) for shape in shapes]
+    if _USUAL_SHAPE in shapes and not quick:
+        variants += [(_USUAL_SHAPE, block_size, _USUAL_DTYPE) for block_size in _BLOCK_SIZES]
+        variants += [(_USUAL_SHAPE, _USUAL_BLOCK_SIZE, dtype) for dtype in _DTYPES]
+    variants = list(dict.fromkeys(variants))
+    return [Case(kernel, target, *variant) for target in targets for variant in variants for kernel in kernels]
+
+
+def _chosen(what: str, names: Sequence[str], known: dict[str, Any], default: Sequence[str]) -> Sequence[str]:
+    for name in names:
+        if name not in known:
+            raise ValueError(f"no {what} {name!r}; known are: {', '.join(known)}")
+    return names or default or tuple(known)
