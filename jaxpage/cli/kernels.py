@@ -21,7 +21,7 @@ class Kernels:
     shape: tuple[str, ...] = ()
     """Only these models' attention layers: smollm2-135m, llama-3-8b, llama-3-70b/8, qwen3-32b, gemma-3-27b."""
     quick: bool = False
-    """Two TPUs, two models, blocks of 16 and bfloat16: a few minutes, not half an hour."""
+    """Two TPUs, two models, blocks of 16 and bfloat16: a minute, not half an hour."""
     json: pathlib.Path | None = None
     """Write one JSON line a row to this file."""
     plot: pathlib.Path | None = None

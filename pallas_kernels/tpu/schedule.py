@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
     copies: int
     """Copies from HBM that fetch it."""
     registers: int
-    """Registers that the MXUs load for it, or more of them: its keys and values, as they lie in registers when multiplied."""
+    """Registers that its keys and values fill when they are multiplied. The MXUs load each of them at least once."""
     turns: int = 1
     """Turns of the loops within the chunk loop that multiply it, all together, where it is not multiplied in one piece."""
 
