@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.tpu.fit import buffer_bytes
 from pallas_kernels.tpu.format import LANES, Format
 from pallas_kernels.tpu.plan import Plan, decode_plan, prefill_plan
-from pallas_kernels.tpu.rows import Rows, arrange, pack_heads, pack_queries, unpack_outputs
+from pallas_kernels.tpu.rows import Rows, arrange, pack_heads, pack_queries, unpack_heads, unpack_outputs
 from pallas_kernels.tpu.softmax import LOG2E, NOTHING, Mask, Running, fold
 from pallas_kernels.tpu.work import Work, cut
 
@@ -53,8 +53,9 @@ class Buffers(NamedTuple):
 
     table: Any  # SMEM int32 [2, 1, chunk_blocks]
     kv: Any  # [2, chunk_blocks, C, B, 128], or words [2, chunk_blocks * B * W, 128]
-    tiles: Any  # float32 [ring, queries * token_rows, lanes]: queries on their way in, outputs on their way out
-    lse: Any  # float32 [ring, queries * token_rows, 128], or nothing
+    tiles: Any  # float32 [ring, columns, queries * token_rows, 128]: queries on their way in, outputs on their way out
+    scales: Any  # float32 [2 K, chunk], or nothing: of the chunk that is computed
+    lse: Any  # float32 [ring, 1, queries * token_rows, 128], or nothing
     queries: tuple[Any, ...]  # for each plan [units, unit_rows, unit_lanes]
     running: tuple[Running, ...]  # for each plan
     table_sem: Any
@@ -135,9 +136,45 @@ def _load(spec: Spec, kv: Any, slot: Array, first_block: Array | int, tokens: in
             half = words & jnp.uint32(0xFFFF0000) if high else words << 16
             parts.append(lax.bitcast_convert_type(half, jnp.float32).astype(form.dtype))
         else:
-            part = kv[slot, pl.ds(first_block, tokens // form.block_size), column + offset]
+            part = _values(form, kv[slot, pl.ds(first_block, tokens // form.block_size), column + offset])
             parts.append(part.reshape(tokens, LANES))
     return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+
+
+def _values(form: Format, stored: Array) -> Array:
+    """Stored values as the operands of a product."""
+    if form.storage_dtype != jnp.int8:
+        return stored
+    if form.dtype != "int8":
+        stored = pltpu.bitcast(stored, jnp.dtype(form.dtype))
+    return stored.astype(jnp.float32).astype(jnp.bfloat16)
+
+
+def _decode_scales(spec: Spec, buffers: Buffers, slot: Array) -> None:
+    """Brings the scales of a chunk from bytes, a token a row, to float32, a token a lane.
+
+    A product with the right ones and powers of two puts the two bytes of a scale together and turns them by the way. It is exact: bytes are
+    small integers. Sixteen bits of a bfloat16 are the upper half of a float32.
+    """
+    form = spec.form
+    stored = buffers.kv[slot, :, form.columns - 1].astype(jnp.int32) & 0xFF
+    stored = stored.astype(jnp.float32).astype(jnp.bfloat16).reshape(spec.chunk, LANES)
+    shape = (buffers.scales.shape[0], LANES)
+    head, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    place = jnp.where(lane == head, 1.0, jnp.where(lane == head + LANES // 2, 256.0, 0.0)).astype(jnp.bfloat16)
+    bits = lax.dot_general(place, stored, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    buffers.scales[...] = lax.bitcast_convert_type(bits.astype(jnp.int32) << 16, jnp.float32)
+
+
+def _scales(spec: Spec, plan: Plan, scales: Any, unit: int | Array, first_head: int, token: int | Array, tokens: int) -> Array:
+    """The scale of each row's kv head, [unit_rows, tokens]."""
+    shape = (plan.unit_rows, tokens)
+    head_of_row = lax.broadcasted_iota(jnp.int32, shape, 0) // plan.head_rows
+    out = jnp.zeros(shape, jnp.float32)
+    for index in range(plan.unit_heads):
+        row = scales[pl.ds(first_head + unit * plan.unit_heads + index, 1), pl.ds(token, tokens)]
+        out = jnp.where(head_of_row == index, jnp.broadcast_to(row, shape), out)
+    return out
 
 
 def _step(
@@ -174,7 +211,13 @@ def _step(
             seen &= token > position - spec.window
             value_seen &= token_of_value > work.position[tile] - spec.window
         mask = Mask(seen, value_seen)
-    fold(running, unit, queries[unit], keys, values, mask, scale=spec.scale, soft_cap=spec.soft_cap)
+    key_scales = value_scales = None
+    if spec.form.scaled:
+        token = first_block * spec.form.block_size
+        token = token if isinstance(token, int) else pl.multiple_of(token, LANES)
+        read = functools.partial(_scales, spec, plan, buffers.scales, unit, token=token, tokens=tokens)
+        key_scales, value_scales = read(first_head=0), read(first_head=spec.form.num_kv_heads)
+    fold(running, unit, queries[unit], keys, values, mask, key_scales, value_scales, scale=spec.scale, soft_cap=spec.soft_cap)
 
 
 def _attend(
@@ -224,7 +267,7 @@ def _begin_tile(spec: Spec, plan: Plan, tile_ref: Any, queries: Any, running: Ru
         running.total[...] = jnp.zeros_like(running.total)
     if plan.queries == 1:
         for unit in range(plan.units):
-            own = tile_ref[pl.ds(unit * rows.pack_rows, rows.pack_rows), :]
+            own = _read_columns(tile_ref, pl.ds(unit * rows.pack_rows, rows.pack_rows))
             slot_of_row = lax.broadcasted_iota(jnp.int32, own.shape, 0) // rows.slot_rows
             wide = [jnp.where(slot_of_row == slot, own, 0.0) for slot in range(plan.unit_slots)] if plan.unit_slots > 1 else [own]
             queries[unit] = jnp.concatenate(wide, axis=1).astype(queries.dtype) if len(wide) > 1 else own.astype(queries.dtype)
@@ -236,11 +279,22 @@ def _begin_tile(spec: Spec, plan: Plan, tile_ref: Any, queries: Any, running: Ru
         for head in range(rows.slot_rows):
             row = _row_of(rows, slot, head)
             place = pl.ds(head * plan.queries, plan.queries)
-            queries[slot, place, :] = tile_ref[pl.ds(row, plan.queries, stride=rows.token_rows), :].astype(queries.dtype)
+            own = _read_columns(tile_ref, pl.ds(row, plan.queries, stride=rows.token_rows))
+            queries[slot, place, :] = own.astype(queries.dtype)
             if sinks is not None:
                 shape = (plan.queries, LANES)
                 running.highest[slot, place, :] = jnp.broadcast_to(sinks[pl.ds(row, 1), :], shape)
                 running.total[slot, place, :] = (lane(shape=shape) == 0).astype(jnp.float32)
+
+
+def _read_columns(ref: Any, place: pl.Slice) -> Array:
+    columns = [ref[column, place, :] for column in range(ref.shape[0])]
+    return jnp.concatenate(columns, axis=1) if len(columns) > 1 else columns[0]
+
+
+def _write_columns(ref: Any, place: pl.Slice, value: Array) -> None:
+    for column in range(ref.shape[0]):
+        ref[column, place, :] = value[:, column * LANES : (column + 1) * LANES]
 
 
 def _row_of(rows: Rows, slot: int, head: int) -> int:
@@ -260,16 +314,17 @@ def _finish_tile(spec: Spec, plan: Plan, tile_ref: Any, lse_ref: Any, running: R
             for slot in range(1, plan.unit_slots):
                 slot_of_row = lax.broadcasted_iota(jnp.int32, own.shape, 0) // rows.slot_rows
                 own = jnp.where(slot_of_row == slot, out[:, slot * lanes : (slot + 1) * lanes], own)
-            tile_ref[pl.ds(unit * rows.pack_rows, rows.pack_rows), :] = own
+            place = pl.ds(unit * rows.pack_rows, rows.pack_rows)
+            _write_columns(tile_ref, place, own)
             if lse_ref is not None:
-                lse_ref[pl.ds(unit * rows.pack_rows, rows.pack_rows), :] = lse
+                _write_columns(lse_ref, place, lse)
             continue
         for head in range(rows.slot_rows):
             place = pl.ds(_row_of(rows, unit, head), plan.queries, stride=rows.token_rows)
             part = slice(head * plan.queries, (head + 1) * plan.queries)
-            tile_ref[place, :] = out[part]
+            _write_columns(tile_ref, place, out[part])
             if lse_ref is not None:
-                lse_ref[place, :] = lse[part]
+                _write_columns(lse_ref, place, lse[part])
 
 
 def _kernel(spec: Spec, has_sinks: bool, has_lse: bool, *refs: Any) -> None:
@@ -293,8 +348,8 @@ def _kernel(spec: Spec, has_sinks: bool, has_lse: bool, *refs: Any) -> None:
 
     def tile_copy(hbm: Any, tiles: Any, tile: Array, outward: bool) -> Any:
         size = work.count[tile] * rows if spec.plans[-1].queries > 1 else rows
-        far = hbm.at[pl.ds(pl.multiple_of(work.row[tile] * rows, 8), size)]
-        near = tiles.at[ring(tile), pl.ds(0, size)]
+        far = hbm.at[:, pl.ds(pl.multiple_of(work.row[tile] * rows, 8), size)]
+        near = tiles.at[ring(tile), :, pl.ds(0, size)]
         semaphore = (buffers.out_sem if outward else buffers.query_sem).at[ring(tile)]
         return pltpu.make_async_copy(*((near, far) if outward else (far, near)), semaphore)
 
@@ -365,6 +420,8 @@ def _kernel(spec: Spec, has_sinks: bool, has_lse: bool, *refs: Any) -> None:
                 )
 
             _wait_blocks(spec, work, buffers, tile, chunk, slot)
+            if spec.form.scaled:
+                _decode_scales(spec, buffers, slot)
             by_plan(
                 tile,
                 lambda plan: _attend(
@@ -450,27 +507,23 @@ def ragged_attention(
     if sinks is not None:
         inputs.append(pack_heads(sinks.astype(jnp.float32) * LOG2E, rows))
         in_specs.append(pl.BlockSpec(memory_space=pltpu.VMEM))
-    out_shape = [jax.ShapeDtypeStruct((num_queries * rows.token_rows, rows.slot_lanes), jnp.float32)]
-    if with_lse:
-        out_shape.append(jax.ShapeDtypeStruct((num_queries * rows.token_rows, LANES), jnp.float32))
+    out_shape = [jax.ShapeDtypeStruct((columns, num_queries * rows.token_rows, LANES), jnp.float32) for columns in (rows.columns, 1)]
     out = pl.pallas_call(
         functools.partial(_kernel, spec, sinks is not None, with_lse),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(Work._fields),
             grid=(num_cores,),
             in_specs=in_specs,
-            out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * len(out_shape),
+            out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * (1 + with_lse),
             scratch_shapes=_scratch(spec, with_lse),
         ),
-        out_shape=out_shape,
+        out_shape=out_shape[: 1 + with_lse],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True
         ),
         name="ragged_attention",
     )(*work, *inputs)
-    lse = None
-    if with_lse:
-        lse = unpack_outputs(jnp.tile(out[1], (1, rows.slot_lanes // LANES)), rows, form)[..., 0] / LOG2E
+    lse = unpack_heads(out[1][0], rows) / LOG2E if with_lse else None
     return unpack_outputs(out[0], rows, form).astype(q.dtype), lse
 
 
@@ -499,8 +552,9 @@ def _scratch(spec: Spec, with_lse: bool) -> list:
     buffers = Buffers(
         table=pltpu.SMEM((2, 1, spec.chunk_blocks), jnp.int32),
         kv=pltpu.VMEM((2, *kv_shape), form.storage_dtype),
-        tiles=pltpu.VMEM((_RING, tile_rows, rows.slot_lanes), jnp.float32),
-        lse=[pltpu.VMEM((_RING, tile_rows, LANES), jnp.float32)] if with_lse else [],
+        tiles=pltpu.VMEM((_RING, rows.columns, tile_rows, LANES), jnp.float32),
+        scales=pltpu.VMEM((-(-2 * form.num_kv_heads // 8) * 8, spec.chunk), jnp.float32) if form.scaled else [],
+        lse=[pltpu.VMEM((_RING, 1, tile_rows, LANES), jnp.float32)] if with_lse else [],
         queries=tuple(pltpu.VMEM((plan.units, plan.unit_rows, plan.unit_lanes), operand) for plan in spec.plans),
         running=tuple(
             Running(

@@ -23,10 +23,11 @@ class Fit(NamedTuple):
 
 
 def buffer_bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:
-    """Bytes of an array on the chip: its last two dimensions are padded to whole registers."""
+    """Bytes of an array on the chip: its last two dimensions are padded to whole tiles, which are small where there are few rows."""
     itemsize = jnp.dtype(dtype).itemsize
-    sublanes = 8 * (4 // itemsize)
+    packing = 4 // itemsize  # rows that share the 32 bits of a lane
     rows, lanes = shape[-2:]
+    sublanes = min(max(1 << (rows - 1).bit_length(), packing), 8 * packing)
     return math.prod(shape[:-2]) * -(-rows // sublanes) * sublanes * -(-lanes // LANES) * LANES * itemsize
 
 

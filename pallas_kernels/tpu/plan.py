@@ -17,26 +17,42 @@ class Plan(NamedTuple):
     queries: int
     units: int
     unit_slots: int
+    unit_heads: int  # kv heads
     unit_rows: int
     unit_lanes: int
     key_column: int  # columns from one unit's keys to the next
     value_column: int  # the first unit's values
-
-    def row_offset(self, rows: Rows, slot: int, head: int) -> int:
-        """Where a head's queries begin in its unit."""
-        return (slot * rows.slot_rows + head) * self.queries
+    head_rows: int  # rows that read one kv head
 
 
 def decode_plan(rows: Rows, form: Format) -> Plan:
     """One query: the units are packs, as wide as their rows allow."""
     lanes = rows.pack_slots * rows.slot_lanes
-    return Plan(1, rows.packs, rows.pack_slots, rows.pack_rows, lanes, lanes // LANES, _value_column(form))
+    return Plan(
+        queries=1,
+        units=rows.packs,
+        unit_slots=rows.pack_slots,
+        unit_heads=rows.pack_slots * rows.slot_heads,
+        unit_rows=rows.pack_rows,
+        unit_lanes=lanes,
+        key_column=lanes // LANES,
+        value_column=_value_column(form),
+        head_rows=rows.group,
+    )
 
 
 def prefill_plan(rows: Rows, form: Format, queries: int) -> Plan:
     """Many queries: they fill the rows, so the units are single slots."""
     return Plan(
-        queries, rows.slots, 1, rows.slot_rows * queries, rows.slot_lanes, rows.slot_lanes // LANES, _value_column(form)
+        queries=queries,
+        units=rows.slots,
+        unit_slots=1,
+        unit_heads=rows.slot_heads,
+        unit_rows=rows.slot_rows * queries,
+        unit_lanes=rows.slot_lanes,
+        key_column=rows.slot_lanes // LANES,
+        value_column=_value_column(form),
+        head_rows=rows.group * queries,
     )
 
 

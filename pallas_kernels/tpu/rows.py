@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.tpu.format import LANES, Format
 
-__all__ = ["Rows", "arrange", "pack_heads", "pack_queries", "unpack_outputs"]
+__all__ = ["Rows", "arrange", "pack_heads", "pack_queries", "unpack_heads", "unpack_outputs"]
 
 _SUBLANES = 8
 _MXU_DEPTH = 256  # lanes of one product on the newer generations
@@ -31,6 +31,11 @@ class Rows(NamedTuple):
     def slot_rows(self) -> int:
         """Query heads of a slot."""
         return self.slot_heads * self.group
+
+    @property
+    def columns(self) -> int:
+        """Registers of 128 lanes that a slot is wide."""
+        return self.slot_lanes // LANES
 
     @property
     def packs(self) -> int:
@@ -60,14 +65,15 @@ def arrange(form: Format, num_heads: int) -> Rows:
     return Rows(group, slots, slot_heads, slot_lanes, pack_slots)
 
 
-def pack_queries(q: Float[Array, "T H D"], rows: Rows, form: Format) -> Float[Array, "T*rows lanes"]:
+def pack_queries(q: Float[Array, "T H D"], rows: Rows, form: Format) -> Float[Array, "columns T*rows 128"]:
     """The rows of all tokens, in float32: 16-bit rows of different tokens share registers and could not be told apart by a copy."""
     num_tokens, _, head_dim = q.shape
     q = q.astype(jnp.float32).reshape(num_tokens, rows.slots, rows.slot_heads, rows.group, head_dim)
     q = jnp.pad(q, ((0, 0),) * 4 + ((0, form.lanes - head_dim),))
     own = jnp.eye(rows.slot_heads, rows.slot_lanes // form.lanes, dtype=jnp.float32)  # interleaved: the first half, over the keys
     q = q[..., None, :] * own[None, None, :, None, :, None]
-    return _pad_rows(q.reshape(num_tokens, rows.slots, rows.slot_rows, rows.slot_lanes), rows)
+    packed = _pad_rows(q.reshape(num_tokens, rows.slots, rows.slot_rows, rows.slot_lanes), rows)
+    return jnp.swapaxes(packed.reshape(-1, rows.columns, LANES), 0, 1)
 
 
 def pack_heads(per_head: Float[Array, " H"], rows: Rows) -> Float[Array, "rows 128"]:
@@ -75,9 +81,15 @@ def pack_heads(per_head: Float[Array, " H"], rows: Rows) -> Float[Array, "rows 1
     return _pad_rows(jnp.broadcast_to(per_head.reshape(1, rows.slots, rows.slot_rows, 1), (1, rows.slots, rows.slot_rows, LANES)), rows)
 
 
-def unpack_outputs(out: Float[Array, "T*rows lanes"], rows: Rows, form: Format) -> Float[Array, "T H D"]:
+def unpack_heads(per_row: Float[Array, "T*rows 128"], rows: Rows) -> Float[Array, "T H"]:
+    """One number a head of each token from its row, where all lanes hold it."""
+    per_row = per_row[:, 0].reshape(-1, rows.packs, rows.pack_rows)[:, :, : rows.pack_slots * rows.slot_rows]
+    return per_row.reshape(-1, rows.slots * rows.slot_rows)
+
+
+def unpack_outputs(out: Float[Array, "columns T*rows 128"], rows: Rows, form: Format) -> Float[Array, "T H D"]:
     """The heads of all tokens from their rows: of each row the lanes of its own head."""
-    out = out.reshape(-1, rows.packs, rows.pack_rows, rows.slot_lanes)[:, :, : rows.pack_slots * rows.slot_rows]
+    out = jnp.swapaxes(out, 0, 1).reshape(-1, rows.packs, rows.pack_rows, rows.slot_lanes)[:, :, : rows.pack_slots * rows.slot_rows]
     out = out.reshape(-1, rows.slots, rows.slot_heads, rows.group, rows.slot_lanes // form.lanes, form.lanes)
     if form.interleaved:
         out = out[..., 1:, :]  # values lie behind the keys

@@ -40,13 +40,17 @@ def fold(
     keys: Float[Array, "tokens lanes"],
     values: Float[Array, "tokens lanes"],
     mask: Mask | None,
+    key_scales: Float[Array, "rows tokens"] | None,
+    value_scales: Float[Array, "rows tokens"] | None,
     *,
     scale: float,
     soft_cap: float | None,
 ) -> None:
-    """Folds some tokens into the running softmax of one unit. `mask` holds what is seen; None: all of it."""
+    """Folds some tokens into the running softmax of one unit. `mask` holds what is seen, None: all of it; scales of 8-bit values, if any."""
     precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
     scores = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32, precision=precision)
+    if key_scales is not None:
+        scores = scores * key_scales
     if soft_cap is None:
         scores = scores * (scale * LOG2E)
     else:
@@ -55,6 +59,7 @@ def fold(
         scores = jnp.where(mask.scores, scores, NOTHING)
         # A value that no row sees may be NaN, and 0 * NaN is NaN. Selecting is done in float32, which every generation can.
         values = jnp.where(mask.values, values.astype(jnp.float32), 0.0).astype(values.dtype)
+        value_scales = None if value_scales is None else jnp.where(mask.scores, value_scales, 0.0)
     before = running.highest[unit]
     highest = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
     decay = jnp.exp2(before - highest)
@@ -68,6 +73,7 @@ def fold(
     running.highest[unit] = highest
     running.total[unit] = running.total[unit] * decay + sum(weights[1:], weights[0])
     joined = jnp.concatenate(weights, axis=1) if len(weights) > 1 else weights[0]
+    joined = joined if value_scales is None else joined * value_scales
     out = lax.dot_general(
         joined.astype(values.dtype), values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
     )
