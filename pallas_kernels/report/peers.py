@@ -14,7 +14,7 @@ __all__ = ["paged_attention_builds", "ragged_paged_attention_builds"]
 _CHUNK_TOKENS = 1024
 _QUERIES = (1, 8)
 """Queries a block that are tried for the ragged kernel, the better of which is reported."""
-_REGISTER_BYTES = 4096
+_REGISTER_VALUES = 16 * 128
 _INT = jnp.int32
 
 
@@ -50,7 +50,7 @@ def ragged_paged_attention_builds(setting: Setting) -> list[Build]:
             arguments=(q, pages, *integers),
             stored_bytes=_stored_bytes(setting),
             tokens=_CHUNK_TOKENS * share,
-            chunk=Chunk(_CHUNK_TOKENS // size, _registers(setting, heads, q.dtype)),
+            chunk=Chunk(_CHUNK_TOKENS // size, _registers(setting, heads)),
         )
 
     return [build(queries) for queries in _QUERIES]
@@ -86,8 +86,8 @@ def paged_attention_builds(setting: Setting) -> list[Build]:
             ),
             stored_bytes=_stored_bytes(setting),
             tokens=_CHUNK_TOKENS / shape.num_kv_heads,
-            # Keys and values are apart; they are multiplied as bfloat16, whatever they are stored as.
-            chunk=Chunk(2 * _CHUNK_TOKENS // size, _registers(setting, 2, jnp.dtype(jnp.bfloat16))),
+            # Keys and values are apart.
+            chunk=Chunk(2 * _CHUNK_TOKENS // size, _registers(setting, 2)),
         )
     ]
 
@@ -97,9 +97,9 @@ def _stored_bytes(setting: Setting) -> float:
     return setting.token_bytes / setting.shape.head_dim * _padded(setting.shape.head_dim)
 
 
-def _registers(setting: Setting, heads: int, dtype: jnp.dtype) -> int:
-    """Registers that so many heads of a chunk, keys and values counted apart, fill in a dtype."""
-    return _CHUNK_TOKENS * heads * _padded(setting.shape.head_dim) * dtype.itemsize // _REGISTER_BYTES
+def _registers(setting: Setting, heads: int) -> int:
+    """Registers that so many heads of a chunk, keys and values counted apart, fill as bfloat16; wider ones fill more, on some targets."""
+    return _CHUNK_TOKENS * heads * _padded(setting.shape.head_dim) // _REGISTER_VALUES
 
 
 def _padded(head_dim: int) -> int:
