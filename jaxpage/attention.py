@@ -127,9 +127,7 @@ def _check_values(storage: layout.Storage, block_table: Array, lengths: Array, q
         check(*arrays)
 
 
-def _choose(
-    implementation: str | None, storage: layout.Storage, num_heads: int, table_shape: tuple[int, ...], decode: bool
-) -> ModuleType:
+def _choose(implementation: str | None, storage: layout.Storage, num_heads: int, table_shape: tuple[int, ...], decode: bool) -> ModuleType:
     num_seqs, table_width = table_shape
     reasons = []
     for name in [implementation] if implementation is not None else IMPLEMENTATIONS:

@@ -5,7 +5,7 @@ as a type of its own. N leads in every array of every layout, so whole blocks ar
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,8 @@ class Layout(NamedTuple):
     dtypes: tuple[str, ...]
     empty: Callable[[Sizes, str, bool], Storage]  # (sizes, dtype, scaled)
     pack: Callable[[Array, Array, str, bool], Storage]  # (keys, values, dtype, scaled)
-    unpack: Callable[[Storage], tuple[Array, Array]]
-    sizes: Callable[[Storage], Sizes]
+    unpack: Callable[[Any], tuple[Array, Array]]
+    sizes: Callable[[Any], Sizes]
 
 
 def _xla_empty(sizes: Sizes, dtype: str, scaled: bool) -> XlaStorage:
@@ -71,12 +71,13 @@ def _xla_sizes(storage: XlaStorage) -> Sizes:
 
 
 def _tpu_empty(sizes: Sizes, dtype: str, scaled: bool) -> TpuStorage:
-    form = tpu_format.Format(*sizes[1:], dtype, scaled)
+    form = tpu_format.Format(sizes.block_size, sizes.num_kv_heads, sizes.head_dim, dtype, scaled)
     return TpuStorage(jnp.zeros((sizes.num_blocks, *form.block_shape), form.storage_dtype), form)
 
 
 def _tpu_pack(keys: Float[Array, "N B K D"], values: Float[Array, "N B K D"], dtype: str, scaled: bool) -> TpuStorage:
-    form = tpu_format.Format(*keys.shape[1:], dtype, scaled)
+    _, block_size, num_kv_heads, head_dim = keys.shape
+    form = tpu_format.Format(block_size, num_kv_heads, head_dim, dtype, scaled)
     return TpuStorage(tpu_format.pack(keys, values, form), form)
 
 
@@ -125,7 +126,11 @@ def sizes(storage: Storage) -> Sizes:
 
 
 def pack(
-    keys: Float[Array, "N B K D"], values: Float[Array, "N B K D"], backend: str = "xla", dtype: DTypeLike | None = None, scaled: bool = False
+    keys: Float[Array, "N B K D"],
+    values: Float[Array, "N B K D"],
+    backend: str = "xla",
+    dtype: DTypeLike | None = None,
+    scaled: bool = False,
 ) -> Storage:
     """Physical storage of a backend from logical blocks.
 

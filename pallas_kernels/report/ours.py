@@ -8,7 +8,7 @@ from pallas_kernels.report.shape import NUM_SEQS, PREFILL_SEQS, PREFILL_TOKENS, 
 from pallas_kernels.targets import device_mesh
 from pallas_kernels.tiles import tpu_limits
 from pallas_kernels.tpu import implementation
-from pallas_kernels.tpu.attention import _MASKED_TOKENS as PART_TOKENS
+from pallas_kernels.tpu.chunk import part_tokens
 from pallas_kernels.tpu.format import Format, TpuStorage
 from pallas_kernels.tpu.rows import arrange
 from pallas_kernels.tpu.schedule import Chunk
@@ -66,7 +66,7 @@ def _attention(setting: Setting, num_seqs: int, seq_queries: int | None) -> Buil
         )
 
     starts = None if decode else jax.ShapeDtypeStruct((num_seqs + 1,), _INT)
-    part = max(min(PART_TOKENS, tiles.chunk_tokens), form.block_size)
+    part = part_tokens(form, tiles.chunk_tokens, not decode)
     units = 1 if decode else arrange(form, shape.num_heads).slots
     return Build(
         kernel="ragged_attention",
@@ -92,7 +92,9 @@ def _storage(setting: Setting, num_seqs: int, decode: bool) -> TpuStorage:
     shape = setting.shape
 
     def empty() -> layout.Storage:
-        return layout.init_storage("tpu", setting.num_blocks, setting.block_size, shape.num_kv_heads, shape.head_dim, setting.kv_dtype)
+        scaled = jnp.dtype(setting.kv_dtype).itemsize == 1  # a scale for each token and head
+        sizes = (setting.num_blocks, setting.block_size, shape.num_kv_heads, shape.head_dim)
+        return layout.init_storage("tpu", *sizes, setting.kv_dtype, scaled)
 
     storage = jax.eval_shape(empty)
     assert isinstance(storage, TpuStorage)

@@ -1,6 +1,7 @@
 """Chooses the tiles of a call so that the kernel's memory fits on the chip."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def buffer_bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:
     return math.prod(shape[:-2]) * -(-rows // sublanes) * sublanes * -(-lanes // LANES) * LANES * itemsize
 
 
-def fit(form: Format, total_bytes, limits: TpuLimits, decode: bool) -> Fit | None:
+def fit(form: Format, total_bytes: Callable[[Fit], int], limits: TpuLimits, decode: bool) -> Fit | None:
     """The largest chunk that leaves half of the memory free, then the largest tile of queries; None: not even the smallest ones fit.
 
     Args:

@@ -84,11 +84,11 @@ class TpuStorage:
     The physical shape does not tell heads from lanes, so the format is kept beside it, as static data of the pytree.
     """
 
-    blocks: Num[Array, "N *block"]
+    blocks: Num[Array, "N ..."]
     form: Format = dataclasses.field(metadata={"static": True})
 
 
-def pack(keys: Float[Array, "N B K D"], values: Float[Array, "N B K D"], form: Format) -> Num[Array, "N *block"]:
+def pack(keys: Float[Array, "N B K D"], values: Float[Array, "N B K D"], form: Format) -> Num[Array, "N ..."]:
     """Physical blocks from logical ones, for any number of tokens a block."""
     num_blocks, block_size = keys.shape[:2]
     (keys, key_scales), (values, value_scales) = (_encode(side, form) for side in (keys, values))
@@ -109,7 +109,7 @@ def pack(keys: Float[Array, "N B K D"], values: Float[Array, "N B K D"], form: F
     return jnp.swapaxes(rows, 1, 2)
 
 
-def unpack(blocks: Num[Array, "N *block"], form: Format) -> tuple[Float[Array, "N B K D"], Float[Array, "N B K D"]]:
+def unpack(blocks: Num[Array, "N ..."], form: Format) -> tuple[Float[Array, "N B K D"], Float[Array, "N B K D"]]:
     """Logical keys and values of physical blocks, 8-bit ones in float32."""
     num_blocks = blocks.shape[0]
     shape = (num_blocks, form.block_size, form.num_kv_heads, form.lanes)
@@ -133,12 +133,13 @@ def unpack(blocks: Num[Array, "N *block"], form: Format) -> tuple[Float[Array, "
     return sides[0], sides[1]
 
 
-def _encode(side: Float[Array, "N B K D"], form: Format) -> tuple[Num[Array, "N B K D"], Array | None]:
-    """What is stored for some values, and their scales."""
+def _encode(side: Float[Array, "N B K D"], form: Format) -> tuple[Num[Array, "N B K D"], Float[Array, "N B K"]]:
+    """What is stored for some values, and their scales: ones where none are kept."""
+    scales = jnp.ones(side.shape[:-1], jnp.bfloat16)
     if form.storage_dtype != jnp.int8:
-        return side.astype(form.dtype), None
+        return side.astype(form.dtype), scales
     largest = 127.0 if form.dtype == "int8" else float(jnp.finfo(form.dtype).max)
-    side, scales = side.astype(jnp.float32), None
+    side = side.astype(jnp.float32)
     if form.scaled:
         # Rounded up to bfloat16, so that the largest value does not overflow; a token of zeros needs a scale too.
         scales = jnp.max(jnp.abs(side), axis=-1) * ((1 + 2**-7) / largest)

@@ -7,9 +7,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.ragged import visible_lengths
 from pallas_kernels.tiles import TpuLimits, tpu_limits
-from pallas_kernels.tpu.attention import ragged_attention, vmem_bytes
+from pallas_kernels.tpu.attention import ragged_attention
 from pallas_kernels.tpu.fit import Fit, fit
 from pallas_kernels.tpu.format import Format, TpuStorage
+from pallas_kernels.tpu.spec import vmem_bytes
 from pallas_kernels.tpu.write import kv_write
 
 __all__ = ["attend", "attend_with_lse", "choose_tiles", "supports", "write"]
@@ -57,9 +58,13 @@ def supports(storage: TpuStorage, num_heads: int, num_seqs: int, table_width: in
         return False, f"works with up to {_MOST_SCALED_HEADS} kv heads where each has a scale, not {form.num_kv_heads}"
     limits = tpu_limits(kind)
     if choose_tiles(form, num_heads, limits, decode) is None:
-        room = limits.vmem_limit_bytes // 2**20
-        return False, f"no tile of {num_heads} heads of {form.head_dim} fits the {room} MiB of on-chip memory; shard the heads"
+        return False, _too_large(form, num_heads, limits)
     return True, ""
+
+
+def _too_large(form: Format, num_heads: int, limits: TpuLimits) -> str:
+    room = limits.vmem_limit_bytes // 2**20
+    return f"no tile of {num_heads} heads of {form.head_dim} fits the {room} MiB of on-chip memory; shard the heads"
 
 
 def write(
@@ -87,8 +92,7 @@ def attend(
     sinks: Float[Array, " H"] | None,
 ) -> Float[Array, "T H D"]:
     """Causal attention of each query over its sequence's blocks; see `jaxpage.paged_attention` for the arguments."""
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    return _attend(q, storage, block_table, lengths, query_starts, with_lse=False, **options)[0]
+    return _attend(False, q, storage, block_table, lengths, query_starts, scale, window, soft_cap, sinks)[0]
 
 
 def attend_with_lse(
@@ -104,45 +108,46 @@ def attend_with_lse(
     sinks: Float[Array, " H"] | None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
     """Also returns the log-sum-exp of each row's scores, so that results over parts of a context can be merged; -inf where none is seen."""
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    return _attend(q, storage, block_table, lengths, query_starts, with_lse=True, **options)
+    return _attend(True, q, storage, block_table, lengths, query_starts, scale, window, soft_cap, sinks)
 
 
 def _attend(
+    with_lse: bool,
     q: Array,
     storage: TpuStorage,
     block_table: Array,
     lengths: Array,
     query_starts: Array | None,
-    *,
-    with_lse: bool,
-    **options: float | Array | None,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Array | None,
 ) -> tuple[Array, Array]:
     form = storage.form
-    decode = query_starts is None
     limits = tpu_limits(_device_kind() or "")
-    tiles = choose_tiles(form, q.shape[1], limits, decode)
+    tiles = choose_tiles(form, q.shape[1], limits, query_starts is None)
     if tiles is None:
-        raise NotImplementedError(supports(storage, q.shape[1], *block_table.shape, decode)[1])
-    visible = visible_lengths(block_table, lengths, storage.blocks.shape[0], form.block_size)
+        raise NotImplementedError(_too_large(form, q.shape[1], limits))
     out, lse = ragged_attention(
         q,
         storage.blocks,
         form,
         block_table,
         lengths,
-        visible,
+        visible_lengths(block_table, lengths, storage.blocks.shape[0], form.block_size),
         query_starts,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
         chunk_tokens=tiles.chunk_tokens,
         tile_queries=tiles.tile_queries,
         num_cores=_num_cores(),
         vmem_limit_bytes=limits.vmem_limit_bytes,
         with_lse=with_lse,
-        **options,
     )
     seen = _rows_of_sequences(lengths, query_starts, q.shape[0])
-    out = jnp.where(seen[:, None, None], out, 0)
-    return out, lse if lse is None else jnp.where(seen[:, None], lse, -jnp.inf)
+    return jnp.where(seen[:, None, None], out, 0), jnp.where(seen[:, None], lse, -jnp.inf)
 
 
 def _rows_of_sequences(lengths: Int[Array, " S"], query_starts: Int[Array, " S+1"] | None, num_queries: int) -> Array:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.tpu.format import LANES
 
-__all__ = ["LOG2E", "NOTHING", "Mask", "Running", "fold"]
+__all__ = ["LOG2E", "NOTHING", "Mask", "Running", "fold", "score"]
 
 LOG2E = 1.4426950408889634
 NOTHING = -1e30  # score of a token that is not seen; finite, so that a row that sees nothing stays free of NaN
@@ -27,34 +27,38 @@ class Running(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """What is hidden: scores, and values of tokens that no row sees."""
+    """What is seen: which scores count, and which values any row sees."""
 
     scores: Bool[Array, "rows tokens"]
     values: Bool[Array, "tokens lanes"]
 
 
-def fold(
-    running: Running,
-    unit: int | Array,
+def score(
     q: Float[Array, "rows lanes"],
     keys: Float[Array, "tokens lanes"],
-    values: Float[Array, "tokens lanes"],
-    mask: Mask | None,
     key_scales: Float[Array, "rows tokens"] | None,
-    value_scales: Float[Array, "rows tokens"] | None,
     *,
     scale: float,
     soft_cap: float | None,
-) -> None:
-    """Folds some tokens into the running softmax of one unit. `mask` holds what is seen, None: all of it; scales of 8-bit values, if any."""
-    precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
-    scores = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32, precision=precision)
+) -> Float[Array, "rows tokens"]:
+    """Scores of some tokens in units of log2(e)."""
+    scores = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32, precision=_precision(keys))
     if key_scales is not None:
         scores = scores * key_scales
     if soft_cap is None:
-        scores = scores * (scale * LOG2E)
-    else:
-        scores = jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * LOG2E)
+        return scores * (scale * LOG2E)
+    return jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * LOG2E)
+
+
+def fold(
+    running: Running,
+    unit: int | Array,
+    scores: Float[Array, "rows tokens"],
+    values: Float[Array, "tokens lanes"],
+    value_scales: Float[Array, "rows tokens"] | None,
+    mask: Mask | None,
+) -> None:
+    """Folds some tokens into the running softmax of one unit. `mask` holds what is seen; None: all of it."""
     if mask is not None:
         scores = jnp.where(mask.scores, scores, NOTHING)
         # A value that no row sees may be NaN, and 0 * NaN is NaN. Selecting is done in float32, which every generation can.
@@ -75,7 +79,11 @@ def fold(
     joined = jnp.concatenate(weights, axis=1) if len(weights) > 1 else weights[0]
     joined = joined if value_scales is None else joined * value_scales
     out = lax.dot_general(
-        joined.astype(values.dtype), values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
+        joined.astype(values.dtype), values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32, precision=_precision(values)
     )
     width = out.shape[1] // LANES
     running.out[unit] = running.out[unit] * (jnp.concatenate([decay] * width, axis=1) if width > 1 else decay) + out
+
+
+def _precision(operand: Array) -> lax.Precision | None:
+    return lax.Precision.HIGHEST if operand.dtype == jnp.float32 else None

@@ -15,7 +15,7 @@ class Work(NamedTuple):
 
     seq: Int[Array, " P"]
     row: Int[Array, " P"]  # the tile's first row of q
-    count: Int[Array, " P"]  # its queries
+    queries: Int[Array, " P"]  # how many there are
     position: Int[Array, " P"]  # of the first of them
     end: Int[Array, " P"]  # one past the last context token that the tile sees
     bounds: Int[Array, " cores+1"]  # core i takes the tiles from bounds[i] on
@@ -75,7 +75,7 @@ class Writes(NamedTuple):
 
     block: Int[Array, " I"]
     offset: Int[Array, " I"]  # in the block, of the first new token
-    count: Int[Array, " I"]  # new tokens
+    tokens: Int[Array, " I"]  # new tokens
     row: Int[Array, " I"]  # of the first of them among all new tokens
     total: Int[Array, " 1"]  # units that exist
 
@@ -108,5 +108,5 @@ def cut_writes(
     exists = (index < starts[-1]) & (column < width) & (block > 0) & (block < num_blocks)
     order = jnp.argsort(~exists, stable=True)
     row = query_starts[seq + 1] - (lengths[seq] - first)
-    fields = (block, first % form.block_size, stop - first, row)
-    return Writes(*(field[order].astype(jnp.int32) for field in fields), jnp.sum(exists, dtype=jnp.int32)[None])
+    block, offset, tokens, row = (field[order].astype(jnp.int32) for field in (block, first % form.block_size, stop - first, row))
+    return Writes(block, offset, tokens, row, jnp.sum(exists, dtype=jnp.int32)[None])

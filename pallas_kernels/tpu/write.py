@@ -42,7 +42,7 @@ class Buffers(NamedTuple):
 
 def _kernel(form: Format, unit: int, *refs: Any) -> None:
     """Refs: the work in scalars, new tokens, the pool as input (unused: it is the output) and as output, buffers."""
-    writes, (fresh_hbm, _, pool_hbm, *buffer_refs) = Writes(*refs[: len(Writes._fields)]), refs[len(Writes._fields) :]
+    writes, (fresh_hbm, _pool_in_hbm, pool_hbm, *buffer_refs) = Writes(*refs[: len(Writes._fields)]), refs[len(Writes._fields) :]
     buffers = Buffers(*buffer_refs)
     total = writes.total[0]
 
@@ -60,7 +60,7 @@ def _kernel(form: Format, unit: int, *refs: Any) -> None:
         return pltpu.make_async_copy(place(item), buffers.units.at[slot], buffers.fetch_sem.at[slot])
 
     def fresh(item: Array) -> Any:
-        slot, count = lax.rem(item, _RING), writes.count[item]
+        slot, count = lax.rem(item, _RING), writes.tokens[item]
         new = fresh_hbm.at[pl.ds(writes.row[item], count)]
         return pltpu.make_async_copy(new, buffers.fresh.at[slot, pl.ds(0, count)], buffers.fresh_sem.at[slot])
 
@@ -69,7 +69,7 @@ def _kernel(form: Format, unit: int, *refs: Any) -> None:
         return pltpu.make_async_copy(buffers.units.at[slot], place(item), buffers.store_sem.at[slot])
 
     def start_inputs(item: Array) -> None:
-        @pl.when(writes.count[item] < unit)
+        @pl.when(writes.tokens[item] < unit)
         def _() -> None:
             fetch(item).start()
 
@@ -86,14 +86,14 @@ def _kernel(form: Format, unit: int, *refs: Any) -> None:
         def set_one(index: Array, block: Array) -> Array:
             return jnp.where(token == offset + index, buffers.fresh[slot, index], block)
 
-        block = lax.fori_loop(0, writes.count[item], set_one, buffers.units[slot].astype(jnp.float32))
+        block = lax.fori_loop(0, writes.tokens[item], set_one, buffers.units[slot].astype(jnp.float32))
         buffers.units[slot] = block.astype(buffers.units.dtype)
 
     @pl.when(total > 0)
     def _() -> None:
         start_inputs(jnp.int32(0))
 
-        def body(item: Array, _: None) -> None:
+        def body(item: Array, carry: None) -> None:
             @pl.when(item + 1 < total)
             def _() -> None:
                 @pl.when(item + 1 >= _RING)
@@ -102,7 +102,7 @@ def _kernel(form: Format, unit: int, *refs: Any) -> None:
 
                 start_inputs(item + 1)
 
-            @pl.when(writes.count[item] < unit)
+            @pl.when(writes.tokens[item] < unit)
             def _() -> None:
                 fetch(item).wait()
 
