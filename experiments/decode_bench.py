@@ -103,7 +103,8 @@ def _rows(config: DecodeBench) -> Iterator[Row]:
 def _start(config: DecodeBench, dtype: str, batch: int, context: int, *, contiguous: bool) -> jaxpage.DecodeState:
     """A batch whose sequences hold `context` tokens of random keys and values and have room for the steps."""
     length = context + config.steps
-    sizes: dict[str, Any] = {"num_layers": SMOLLM2_135M.num_layers, "num_kv_heads": SMOLLM2_135M.num_kv_heads, "head_dim": SMOLLM2_135M.head_dim}
+    model = SMOLLM2_135M
+    sizes: dict[str, Any] = {"num_layers": model.num_layers, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
     if contiguous:
         cache_config = jaxpage.CacheConfig.contiguous(**sizes, max_seqs=batch, max_length=length, dtype=dtype)
     else:

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import contiguous, layout, ragged, reference, tpu, validate, xla
 from pallas_kernels.interpret import interpret_kernels
 
-__all__ = ["IMPLEMENTATIONS", "debug_checks", "interpret_kernels", "paged_attention", "query_positions", "supports"]
+__all__ = ["IMPLEMENTATIONS", "backend_of", "debug_checks", "interpret_kernels", "paged_attention", "query_positions", "supports"]
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "xla": xla, "contiguous": contiguous, "reference": reference}
-"""Modules with `supports`, `write` and `attend`, the most preferred first."""
+"""Modules with `LAYOUT`, `supports`, `write` and `attend`, the most preferred first."""
 
 _debug: contextvars.ContextVar[bool] = contextvars.ContextVar("debug_checks", default=False)
 
@@ -34,6 +34,21 @@ def debug_checks() -> Iterator[None]:
         _debug.reset(token)
 
 
+def backend_of(implementation: str) -> str:
+    """The backend whose layout an implementation runs on, for `init_cache`.
+
+    Raises:
+      NotImplementedError: there is no such implementation; lists those there are.
+    """
+    return _named(implementation).LAYOUT
+
+
+def _named(implementation: str) -> ModuleType:
+    if implementation not in IMPLEMENTATIONS:
+        raise NotImplementedError(f"no attention implementation {implementation!r}; there are: {', '.join(IMPLEMENTATIONS)}")
+    return IMPLEMENTATIONS[implementation]
+
+
 def supports(
     implementation: str, storage: layout.Storage, *, num_heads: int, num_seqs: int, table_width: int, decode: bool
 ) -> tuple[bool, str]:
@@ -50,9 +65,7 @@ def supports(
     Raises:
       NotImplementedError: there is no such implementation; lists those there are.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise NotImplementedError(f"no attention implementation {implementation!r}; there are: {', '.join(IMPLEMENTATIONS)}")
-    return IMPLEMENTATIONS[implementation].supports(storage, num_heads, num_seqs, table_width, decode)
+    return _named(implementation).supports(storage, num_heads, num_seqs, table_width, decode)
 
 
 def paged_attention(

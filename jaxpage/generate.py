@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool
 
 from jaxpage import decode
 from jaxpage.admission import Request, admit, check_requests, size_cache
+from jaxpage.attention import backend_of
 from jaxpage.buckets import SEQ_BUCKETS
 from jaxpage.completion import Completion, Detokenize, TokenLogprob, Transcript
 from jaxpage.config import CacheConfig
@@ -132,7 +133,7 @@ class BatchDecoder:
 
     def _run(self, requests: list[Request], config: CacheConfig) -> Iterator[Update]:
         features = Features.of([request.params for request in requests], self.eos_ids)
-        cache = init_cache(config)
+        cache = init_cache(config, None if self.implementation is None else backend_of(self.implementation))
         self.stats.kv_bytes = config.pool_bytes
         while requests:
             batch = admit(requests, config, self.max_seqs)

@@ -12,7 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import layout, xla
 
-__all__ = ["attend", "supports", "write"]
+__all__ = ["LAYOUT", "attend", "supports", "write"]
+
+LAYOUT = "xla"  # of the cache it runs on
 
 write = xla.write
 

@@ -9,7 +9,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import layout, xla
 from pallas_kernels.ragged import query_places, visible_lengths
 
-__all__ = ["attend", "supports", "write"]
+__all__ = ["LAYOUT", "attend", "supports", "write"]
+
+LAYOUT = "xla"  # of the cache it runs on
 
 write = xla.write
 

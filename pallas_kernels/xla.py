@@ -15,7 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import layout
 from pallas_kernels.ragged import query_places, visible_lengths, write_slots
 
-__all__ = ["attend", "supports", "write"]
+__all__ = ["LAYOUT", "attend", "supports", "write"]
+
+LAYOUT = "xla"  # of the cache it runs on
 
 _CHUNK_BYTES = 8 * 2**20  # keys and values a step aims to gather for all tiles of a group
 _CHUNK_TOKENS = (64, 2048)  # fewest and most context tokens a step gathers for each tile

@@ -13,7 +13,9 @@ from pallas_kernels.tpu.format import Format, TpuStorage
 from pallas_kernels.tpu.spec import vmem_bytes
 from pallas_kernels.tpu.write import kv_write
 
-__all__ = ["attend", "attend_with_lse", "choose_tiles", "supports", "write"]
+__all__ = ["LAYOUT", "attend", "attend_with_lse", "choose_tiles", "supports", "write"]
+
+LAYOUT = "tpu"  # of the cache it runs on
 
 _BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _MOST_LANES = 256
