@@ -8,8 +8,9 @@ from pallas_kernels.report.shape import NUM_SEQS, PREFILL_SEQS, PREFILL_TOKENS, 
 from pallas_kernels.targets import device_mesh
 from pallas_kernels.tiles import tpu_limits
 from pallas_kernels.tpu import implementation
-from pallas_kernels.tpu.chunk import part_tokens
+from pallas_kernels.tpu.chunk import part_tokens, units_per_turn
 from pallas_kernels.tpu.format import Format, TpuStorage
+from pallas_kernels.tpu.plan import decode_plan, prefill_plan
 from pallas_kernels.tpu.rows import arrange
 from pallas_kernels.tpu.schedule import Chunk
 from pallas_kernels.tpu.write import unit_tokens
@@ -67,7 +68,8 @@ def _attention(setting: Setting, num_seqs: int, seq_queries: int | None) -> Buil
 
     starts = None if decode else jax.ShapeDtypeStruct((num_seqs + 1,), _INT)
     part = part_tokens(form, tiles.chunk_tokens, not decode)
-    units = 1 if decode else arrange(form, shape.num_heads).slots
+    rows = arrange(form, shape.num_heads)
+    plan = decode_plan(rows, form) if decode else prefill_plan(rows, form, tiles.tile_queries)
     return Build(
         kernel="ragged_attention",
         function=attend,
@@ -77,7 +79,7 @@ def _attention(setting: Setting, num_seqs: int, seq_queries: int | None) -> Buil
         chunk=Chunk(
             copies=tiles.chunk_tokens // form.block_size,
             registers=_registers(form, tiles.chunk_tokens),
-            turns=units * tiles.chunk_tokens // part,
+            turns=plan.units // units_per_turn(plan) * tiles.chunk_tokens // part,
         ),
         queries=tiles.tile_queries,
     )

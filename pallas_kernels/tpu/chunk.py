@@ -19,7 +19,7 @@ from pallas_kernels.tpu.spec import Buffers, Spec
 from pallas_kernels.tpu.steps import block_range
 from pallas_kernels.tpu.work import Work
 
-__all__ = ["attend_chunk", "decode_scales", "part_tokens"]
+__all__ = ["attend_chunk", "decode_scales", "part_tokens", "units_per_turn"]
 
 _MASKED_TOKENS = 256  # tokens that are computed at a time where some are not seen
 _PREFILL_TOKENS = 512  # and by a tile of many queries where all are seen
@@ -138,7 +138,7 @@ def attend_chunk(
                 scores = _score(spec, plan, buffers, queries, unit, part)
                 _fold(spec, plan, work, buffers, running, scores, tile, unit, part)
 
-            lax.fori_loop(0, plan.units, one, None, unroll=2 - plan.units % 2)
+            lax.fori_loop(0, plan.units, one, None, unroll=units_per_turn(plan))
 
     def walk(tokens: int, first: Array | int, last: Array | int, masked: bool) -> None:
         blocks = tokens // spec.form.block_size
@@ -155,6 +155,11 @@ def attend_chunk(
     @pl.when(jnp.logical_not(full))
     def _() -> None:
         walk(max(min(_MASKED_TOKENS, spec.chunk), spec.form.block_size), *block_range(spec, work, tile, chunk), masked=True)
+
+
+def units_per_turn(plan: Plan) -> int:
+    """Units that are computed together, so that products of one overlap with the softmax of the other."""
+    return plan.units if plan.queries == 1 else 2 - plan.units % 2
 
 
 def part_tokens(form: Format, chunk_tokens: int, prefill: bool) -> int:
