@@ -38,11 +38,11 @@ if ! cmp -s pyproject.toml $(VENV)/installed-$(1).toml; then \
 fi
 endef
 
-.PHONY: help demo kernels test check format clean
+.PHONY: help demo kernels test test-slow check format clean
 .NOTPARALLEL:
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf 'make %-8s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf 'make %-9s %s\n' "$$name" "$$text"; done
 
 demo: ## generate text with a small model (downloads 93 MB the first time)
 	$(call setup,demo)
@@ -56,7 +56,11 @@ kernels: ## compile the kernels for TPUs, without one, and write what bounds the
 
 test: ## run the tests
 	$(call setup,dev)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m 'not slow'
+
+test-slow: ## run the tests that take long: kernels through the TPU compiler, a whole model through the interpreter
+	$(call setup,dev)
+	$(BIN)/python -m pytest -n 2 --dist load -q -m slow
 
 check: ## lint, check the format, the types and the layer rule
 	$(call setup,dev)

@@ -91,3 +91,13 @@ def test_a_seeded_sequence_gives_the_same_tokens_alone_and_in_a_batch(smollm2):
     together = {update.prompt_index: update.completion for update in decoder.run(IDS, [mates, seeded, mates]) if update.completion}
     (alone,) = [update.completion for update in decoder.run([IDS[1]], seeded) if update.completion]
     assert together[1].token_ids == alone.token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_tpu_kernels_give_the_same_ids(smollm2_gguf, dtype):
+    loaded = load_model(smollm2_gguf, dtype=dtype)
+    params = jaxpage.SamplingParams(max_tokens=4, ignore_eos=True)
+    with jaxpage.interpret_kernels():
+        done = jaxpage.generate(loaded.decoder, IDS, params, implementation="tpu", cache_dtype=dtype)
+    assert [each.token_ids for each in done] == [ids[:4] for ids in GREEDY]

@@ -19,7 +19,7 @@ class Kernels:
     kernel: tuple[str, ...] = ()
     """Only these kernels, by their names in the report."""
     shape: tuple[str, ...] = ()
-    """Only these models' attention layers: smollm2-135m, llama-3-8b, llama-3-70b/8, qwen3-32b, gemma-3-27b."""
+    """Only these models' attention layers: smollm2-135m, llama-3.2-1b, llama-3-8b, llama-3-70b/8, qwen3-32b, gemma-3-27b."""
     quick: bool = False
     """Two TPUs, two models, blocks of 16 and bfloat16: a minute, not half an hour."""
     json: pathlib.Path | None = None

@@ -14,6 +14,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("smollm2-135m", 9, 3, 64),
+        Shape("llama-3.2-1b", 32, 8, 64),
         Shape("llama-3-8b", 32, 8, 128),
         Shape("llama-3-70b/8", 8, 1, 128),  # one of eight shards
         Shape("qwen3-32b", 64, 8, 128),
