@@ -49,8 +49,8 @@ target = target_named(sys.argv[1])
 print(json.dumps([compile_case(target, *case) for case in json.loads(sys.argv[2])]))
 """
 
-# Blocks, block size, kv heads, group, head_dim, dtype, sequences, table width, tokens (None: decode), window. Every case is a loop that writes
-# and attends three times, as a decode loop does: a kernel or a layout that XLA cannot update in place needs a second pool.
+# Blocks, block size, kv heads, group, head_dim, dtype, sequences, table width, tokens (None: decode), window. Every case is a loop that
+# writes and attends three times, as a decode loop does: a kernel or a layout that XLA cannot update in place needs a second pool.
 DECODE = [
     (16384, 16, 8, 4, 128, "bfloat16", 64, 256, None, None),
     (65536, 16, 3, 3, 64, "bfloat16", 8, 512, None, None),
