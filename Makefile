@@ -38,7 +38,7 @@ if ! cmp -s pyproject.toml $(VENV)/installed-$(1).toml; then \
 fi
 endef
 
-.PHONY: help demo kernels test test-slow check format clean
+.PHONY: help demo kernels test test-slow mutants check format clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -61,6 +61,10 @@ test: ## run the tests
 test-slow: ## run the tests that take long: kernels through the TPU compiler, a whole model through the interpreter
 	$(call setup,dev)
 	$(BIN)/python -m pytest -n 2 --dist load -q -m slow
+
+mutants: ## plant faults in the TPU kernels, one at a time, and see the tests catch each (ten minutes)
+	$(call setup,dev)
+	$(BIN)/python tests/mutants.py
 
 check: ## lint, check the format, the types and the layer rule
 	$(call setup,dev)

@@ -58,6 +58,8 @@ CASES = {
     "words, block size 4": Case((140, 9, 3), new=(37, 2, 1), block_size=4, dtype="bfloat16", kv_heads=8, group=2, head_dim=128, window=50),
     "many tiles": Case(tuple(range(1, 140, 12)), dtype="bfloat16", head_dim=64, group=1),
     "window far behind": Case((290, 250), new=(40, 1), window=37, dtype="bfloat16", head_dim=128),
+    "first token of a chunk just out of the window": Case((299, 300), window=171, head_dim=64),
+    "last token of a chunk just ahead of a tile": Case((158, 159), new=(32, 32), head_dim=64),
 }
 
 

@@ -99,6 +99,19 @@ def test_log_sum_exp_of_rows_whose_blocks_are_gone():
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_rows_that_see_nothing_beside_rows_that_do(mode):
+    """The block of tokens 16 to 19 is gone: the first two queries of the tile still see token 15, the others nothing."""
+    problem = problem_of(Case((20, 40), new=(4, 1), window=3, head_dim=64))
+    q, _, _, _, table, lengths, starts = problem.arguments
+    out, lse = attend_with_lse(mode, problem, table.at[0, 1].set(-1), lengths, starts)
+    for row, first in ((0, 14), (1, 15)):
+        options = problem.options | {"window": 16 - first}
+        target = oracle(q[row : row + 1], problem.keys, problem.values, table[:1], np.asarray([16]), None, **options)
+        assert relative_error(out[row : row + 1], target) <= TOLERANCE["float32"]
+    assert not np.any(np.asarray(out)[2:4]) and np.isneginf(lse[2:4]).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "case",
     [

@@ -26,7 +26,7 @@ WRITES = [
 
 
 def name_of(row: dict) -> str:
-    return "{dtype}, block {block_size}, {kv_heads} heads of {head_dim}".format(**row) + (f", {row['batch']}" if "batch" in row else "")
+    return "{dtype}, block {block_size}, {kv_heads}x{head_dim}".format(**row) + (f", {row['batch']}" if "batch" in row else "")
 
 
 def draw(*shape: int, dtype: str, seed: int = 0) -> jax.Array:
