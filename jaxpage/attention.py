@@ -109,13 +109,12 @@ def paged_attention(
       ValueError: an argument of the wrong shape, dtype or range, by name; in debug mode also bad values in the table.
       NotImplementedError: the named implementation cannot run this call; says why.
     """
-    validate.static(
-        q, k, v, storage, block_table, lengths, query_starts, window=window, soft_cap=soft_cap, sinks=sinks, kv_scales=kv_scales
-    )
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    validate.static(q, k, v, storage, block_table, lengths, query_starts, scale, window, soft_cap, sinks, kv_scales)
     if _debug.get():
         _check_values(storage, block_table, lengths, query_starts, q.shape[0])
     chosen = _choose(implementation, storage, q.shape[1], block_table.shape, query_starts is None)
-    attend = functools.partial(chosen.attend, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    attend = functools.partial(chosen.attend, **options)
     if kv_scales is None:
         storage = chosen.write(storage, k, v, block_table, lengths, query_starts)
         return attend(q, storage, block_table, lengths, query_starts), storage

@@ -81,7 +81,7 @@ class CacheConfig:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of keys and values, and of their scales, one token takes over all layers."""
+        """Bytes of keys and values, and of their scales, one token takes over all layers, without the padding of a backend's layout."""
         head = self.head_dim * jnp.dtype(self.dtype).itemsize + 2 * self.scaled
         return 2 * self.num_layers * self.num_kv_heads * head
 

@@ -96,9 +96,11 @@ LAYOUTS: dict[str, Layout] = {
 """The layout of each backend. Backends without kernels of their own run through XLA and share its layout."""
 
 
-def _named(backend: str, dtype: str) -> Layout:
+def _named(backend: str, dtype: str, scaled: bool) -> Layout:
     if backend not in LAYOUTS:
         raise NotImplementedError(f"no storage layout for backend {backend!r}; there is one for: {', '.join(LAYOUTS)}")
+    if scaled and jnp.dtype(dtype).itemsize != 1:
+        raise ValueError(f"only 8-bit dtypes have scales, not {dtype}")
     if dtype not in LAYOUTS[backend].dtypes:
         raise NotImplementedError(f"the {backend} layout does not hold {dtype}; it holds: {', '.join(LAYOUTS[backend].dtypes)}")
     return LAYOUTS[backend]
@@ -115,9 +117,10 @@ def init_storage(
 
     Raises:
       NotImplementedError: the backend has no layout, or its layout does not hold this dtype.
+      ValueError: `scaled` with a dtype of more than 8 bits.
     """
     dtype = jnp.dtype(dtype).name
-    return _named(backend, dtype).empty(Sizes(num_blocks, block_size, num_kv_heads, head_dim), dtype, scaled)
+    return _named(backend, dtype, scaled).empty(Sizes(num_blocks, block_size, num_kv_heads, head_dim), dtype, scaled)
 
 
 def sizes(storage: Storage) -> Sizes:
@@ -143,9 +146,10 @@ def pack(
 
     Raises:
       NotImplementedError: the backend has no layout, or its layout does not hold this dtype.
+      ValueError: `scaled` with a dtype of more than 8 bits.
     """
     dtype = jnp.dtype(keys.dtype if dtype is None else dtype).name
-    return _named(backend, dtype).pack(keys, values, dtype, scaled)
+    return _named(backend, dtype, scaled).pack(keys, values, dtype, scaled)
 
 
 def unpack(storage: Storage) -> tuple[Float[Array, "N B K D"], Float[Array, "N B K D"]]:

@@ -20,7 +20,7 @@ def static(
     block_table: jax.Array,
     lengths: jax.Array,
     query_starts: jax.Array | None,
-    *,
+    scale: float,
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
@@ -65,6 +65,13 @@ def static(
         raise ValueError(f"soft_cap must be positive or None, got {soft_cap}")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"sinks must have shape [H] = {(num_heads,)}, got {sinks.shape}")
+    if isinstance(scale, jax.core.Tracer):
+        raise ValueError("scale must be a number, known when the call is traced")
+    if isinstance(storage, layout.TpuStorage) and storage.form.narrow:
+        if storage.form.scaled and kv_scales is not None:
+            raise ValueError("kv_scales are for storage without scales of its own, this has one for each token and head")
+        if not storage.form.scaled and kv_scales is None:
+            raise ValueError(f"{storage.form.dtype} storage without scales of its own needs kv_scales")
     if kv_scales is not None and kv_scales.shape != (2,):
         raise ValueError(f"kv_scales must have shape (2,), one for keys and one for values, got {kv_scales.shape}")
 

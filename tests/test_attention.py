@@ -182,6 +182,15 @@ def test_a_position_beyond_the_table_is_dropped(implementation):
     assert set(np.flatnonzero(changed.any((1, 2, 3))) + 1) == {int(table[1, 0])}
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_window_that_begins_beyond_the_table_sees_nothing(implementation):
+    problem = build(Case((32, 90), block_size=16, width=7, window=20), backend=BACKEND[implementation])
+    q, k, v, storage, table, lengths, _ = problem.arguments
+    out, _ = attend(implementation, q, k, v, storage, table, lengths.at[0].set(5000), **problem.options)
+    assert not np.any(np.asarray(out)[0])
+    assert_close(out[1:], expected(problem)[1:], "float32")
+
+
 def test_work_does_not_follow_the_table_width():
     """The program for a wide table holds no array as large as the whole context."""
     problem = build(Case((100, 3), width=4096, block_size=16, head_dim=64))
@@ -248,7 +257,13 @@ def test_wrong_arguments_are_named(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"window": 0}, "window"), ({"soft_cap": 0.0}, "soft_cap"), ({"sinks": jnp.zeros(3)}, "sinks")]
+    ("options", "message"),
+    [
+        ({"window": 0}, "window"),
+        ({"soft_cap": 0.0}, "soft_cap"),
+        ({"sinks": jnp.zeros(3)}, "sinks"),
+        ({"kv_scales": jnp.ones(3)}, "kv_scales"),
+    ],
 )
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):

@@ -56,6 +56,8 @@ DECODE = [
     (65536, 16, 3, 3, 64, "bfloat16", 8, 512, None, None),
     (16384, 16, 1, 8, 128, "int8", 8, 512, None, None),
     (131072, 1, 8, 4, 128, "bfloat16", 8, 4096, None, None),
+    (131072, 1, 1, 8, 128, "bfloat16", 8, 256, None, None),
+    (131072, 2, 3, 3, 64, "int8", 8, 128, None, None),
 ]
 LONG = (65536, 16, 8, 4, 128, "bfloat16", 256, 8192, None, None)  # 256 sequences of up to 131072 tokens, which share blocks
 MIXED = [(8192, 128, 16, 2, 128, "bfloat16", 8, 64, 256, 1024), (65536, 32, 2, 1, 80, "float8_e4m3fn", 8, 128, 96, None)]

@@ -54,7 +54,9 @@ def _load(spec: Spec, kv: Any, part: Part, column: Array | int, lanes: int, high
 
 def _values(form: Format, stored: Array) -> Array:
     """Stored values as the operands of a product."""
-    if form.storage_dtype != jnp.int8:
+    if form.widened:
+        return stored.astype(jnp.bfloat16)
+    if not form.narrow:
         return stored
     if form.dtype != "int8":
         stored = pltpu.bitcast(stored, jnp.dtype(form.dtype))

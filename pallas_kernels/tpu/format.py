@@ -7,6 +7,9 @@ Most blocks are stored as [C, B, 128]: C columns of 128 lanes, all columns of th
 that is too small to fill a tile of its own is stored as 32-bit words instead, [B * W, 128]: the low half of a word is a key, the high half
 the value of the same head and lane.
 
+A block with fewer tokens than share the 32 bits of a lane would be padded to them by the hardware, and XLA would copy the whole pool to
+do so. Such blocks are stored in float32 from the start (`widened`), which holds every narrower value exactly.
+
 8-bit values are stored as bytes. Their scales, one for each token and head, fill one more column: the low bytes of the bfloat16 scales of
 all key heads, then of all value heads, from lane 0 on, their high bytes from lane 64 on.
 """
@@ -69,11 +72,23 @@ class Format(NamedTuple):
         return (self.columns, self.block_size, LANES)
 
     @property
+    def narrow(self) -> bool:
+        """Whether values are of 8 bits."""
+        return jnp.dtype(self.dtype).itemsize == 1
+
+    @property
+    def widened(self) -> bool:
+        """Whether values are stored in more bits than they have."""
+        return not self.words and self.block_size < 4 // jnp.dtype(self.dtype).itemsize
+
+    @property
     def storage_dtype(self) -> jnp.dtype:
         """Dtype of the physical array."""
         if self.words:
             return jnp.dtype(jnp.uint32)
-        return jnp.dtype(jnp.int8 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype)
+        if self.widened:
+            return jnp.dtype(jnp.float32)
+        return jnp.dtype(jnp.int8 if self.narrow else self.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -103,7 +118,8 @@ def pack(keys: Float[Array, "N B K D"], values: Float[Array, "N B K D"], form: F
         rows = jnp.concatenate([keys.reshape(num_blocks, block_size, -1), values.reshape(num_blocks, block_size, -1)], axis=-1)
     rows = rows.reshape(num_blocks, block_size, -1, LANES)
     if form.scaled:
-        scales = lax.bitcast_convert_type(jnp.concatenate([key_scales, value_scales], axis=-1), jnp.int8)  # [N, B, 2K, bytes]
+        scales = jnp.concatenate([key_scales, value_scales], axis=-1)
+        scales = lax.bitcast_convert_type(scales, jnp.int8).astype(rows.dtype)  # [N, B, 2K, bytes]
         scales = jnp.pad(scales, ((0, 0), (0, 0), (0, LANES // 2 - scales.shape[2]), (0, 0)))
         rows = jnp.concatenate([rows, jnp.swapaxes(scales, 2, 3).reshape(num_blocks, block_size, 1, LANES)], axis=2)
     return jnp.swapaxes(rows, 1, 2)
@@ -121,7 +137,7 @@ def unpack(blocks: Num[Array, "N ..."], form: Format) -> tuple[Float[Array, "N B
     scales = None
     if form.scaled:
         rows, scales = rows[:, :, :-1], jnp.swapaxes(rows[:, :, -1].reshape(num_blocks, form.block_size, 2, LANES // 2), 2, 3)
-        scales = lax.bitcast_convert_type(scales, jnp.bfloat16).astype(jnp.float32)[..., None]
+        scales = lax.bitcast_convert_type(scales.astype(jnp.int8), jnp.bfloat16).astype(jnp.float32)[..., None]
     if form.interleaved:
         both = rows.reshape(*shape[:-1], 2, form.lanes)
         sides = [both[..., 0, :], both[..., 1, :]]
@@ -136,8 +152,8 @@ def unpack(blocks: Num[Array, "N ..."], form: Format) -> tuple[Float[Array, "N B
 def _encode(side: Float[Array, "N B K D"], form: Format) -> tuple[Num[Array, "N B K D"], Float[Array, "N B K"]]:
     """What is stored for some values, and their scales: ones where none are kept."""
     scales = jnp.ones(side.shape[:-1], jnp.bfloat16)
-    if form.storage_dtype != jnp.int8:
-        return side.astype(form.dtype), scales
+    if not form.narrow:
+        return side.astype(form.dtype).astype(jnp.float32 if form.widened else form.dtype), scales
     largest = 127.0 if form.dtype == "int8" else float(jnp.finfo(form.dtype).max)
     side = side.astype(jnp.float32)
     if form.scaled:
@@ -146,14 +162,13 @@ def _encode(side: Float[Array, "N B K D"], form: Format) -> tuple[Num[Array, "N 
         scales = jnp.maximum(scales, 1e-30).astype(jnp.bfloat16)
         side = side / scales.astype(jnp.float32)[..., None]
     side = jnp.clip(side, -largest, largest)
-    if form.dtype == "int8":
-        return jnp.round(side).astype(jnp.int8), scales
-    return lax.bitcast_convert_type(side.astype(form.dtype), jnp.int8), scales
+    codes = jnp.round(side).astype(jnp.int8) if form.dtype == "int8" else side.astype(form.dtype)
+    return codes.astype(jnp.float32) if form.widened else lax.bitcast_convert_type(codes, jnp.int8), scales
 
 
 def _decode(side: Num[Array, "N B K D"], form: Format) -> Float[Array, "N B K D"]:
-    if form.storage_dtype != jnp.int8:
-        return side
-    if form.dtype != "int8":
+    if not form.narrow:
+        return side.astype(form.dtype)
+    if form.dtype != "int8" and not form.widened:
         side = lax.bitcast_convert_type(side, jnp.dtype(form.dtype))
     return side.astype(jnp.float32)

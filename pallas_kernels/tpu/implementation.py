@@ -39,9 +39,13 @@ def _num_cores() -> int:
     return (described.num_cores if described is not None else getattr(jax.devices()[0], "num_cores", None)) or 1
 
 
-def choose_tiles(form: Format, num_heads: int, limits: TpuLimits, decode: bool) -> Fit | None:
+def choose_tiles(form: Format, num_heads: int, limits: TpuLimits, decode: bool, with_lse: bool = False) -> Fit | None:
     """The tiles that a call gets on a device; None: nothing fits."""
-    return fit(form, lambda tiles: vmem_bytes(form, num_heads, tiles.chunk_tokens, None if decode else tiles.tile_queries), limits, decode)
+
+    def total_bytes(tiles: Fit) -> int:
+        return vmem_bytes(form, num_heads, tiles.chunk_tokens, None if decode else tiles.tile_queries, with_lse)
+
+    return fit(form, total_bytes, limits, decode)
 
 
 def supports(storage: TpuStorage, num_heads: int, num_seqs: int, table_width: int, decode: bool) -> tuple[bool, str]:
@@ -109,7 +113,9 @@ def attend_with_lse(
     soft_cap: float | None,
     sinks: Float[Array, " H"] | None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
-    """Also returns the log-sum-exp of each row's scores, so that results over parts of a context can be merged; -inf where none is seen."""
+    """Also returns the log-sum-exp of each row's scores, so that results over parts of a context can be merged.
+
+    It is minus infinity where none is seen. A sink counts like a token, so give sinks to one part only."""
     return _attend(True, q, storage, block_table, lengths, query_starts, scale, window, soft_cap, sinks)
 
 
@@ -127,7 +133,7 @@ def _attend(
 ) -> tuple[Array, Array]:
     form = storage.form
     limits = tpu_limits(_device_kind() or "")
-    tiles = choose_tiles(form, q.shape[1], limits, query_starts is None)
+    tiles = choose_tiles(form, q.shape[1], limits, query_starts is None, with_lse)
     if tiles is None:
         raise NotImplementedError(_too_large(form, q.shape[1], limits))
     out, lse = ragged_attention(

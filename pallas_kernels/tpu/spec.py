@@ -90,8 +90,8 @@ def scratch_shapes(spec: Spec, with_lse: bool) -> list:
     return list(buffers)
 
 
-def vmem_bytes(form: Format, num_heads: int, chunk_tokens: int, tile_queries: int | None) -> int:
+def vmem_bytes(form: Format, num_heads: int, chunk_tokens: int, tile_queries: int | None, with_lse: bool) -> int:
     """Bytes of on-chip memory that the kernel's buffers take. `tile_queries` None: decode."""
     spec = make_spec(form, num_heads, chunk_tokens, tile_queries, 1.0, None, None)
-    buffers = jax.tree.leaves(scratch_shapes(spec, with_lse=True)[1:-4])  # but for the table and the semaphores
+    buffers = jax.tree.leaves(scratch_shapes(spec, with_lse)[1:-4])  # but for the table and the semaphores
     return sum(buffer_bytes(buffer.shape, buffer.dtype) for buffer in buffers)

@@ -20,6 +20,7 @@ from pallas_kernels.tpu.work import Writes, cut_writes
 
 __all__ = ["kv_write", "unit_tokens"]
 
+_MOST_UNITS = 2**15  # each takes four numbers of scalar memory, of which there is 1 MiB
 _RING = 3  # units on the chip: one comes in, one is changed, one goes out
 
 
@@ -132,6 +133,11 @@ def kv_write(
     RoPE and quantisation happen in the one pass in which XLA brings the new rows into the order of the lanes.
     """
     unit = unit_tokens(form)
+    most = min(k.shape[0], k.shape[0] // unit + 2 * block_table.shape[0])
+    if most > _MOST_UNITS:
+        raise NotImplementedError(
+            f"writing {k.shape[0]} tokens takes up to {most} units, {_MOST_UNITS} fit the scalar memory; write fewer at once"
+        )
     writes = cut_writes(block_table, lengths, query_starts, num_tokens=k.shape[0], unit=unit, form=form, num_blocks=blocks.shape[0])
     fresh = pack(k[:, None], v[:, None], form)  # [T, C, 1, 128], or words [T, W, 128]
     if not form.words:
