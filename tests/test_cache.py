@@ -528,7 +528,7 @@ def test_check_cache_counts_the_holds_of_an_index():
         ({"block_size": -1}, "block_size must be a positive integer, got -1"),
         ({"max_seqs": 2.0}, r"max_seqs must be a positive integer, got 2\.0"),
         ({"num_blocks": 1}, "num_blocks must be at least 2"),
-        ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, float16, got 'float64'"),
+        ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, float16, int8, float8_e4m3fn, got 'float64'"),
         ({"num_blocks": 2**27, "block_size": 16}, r"num_blocks \* block_size \* num_kv_heads is 2147483648, beyond what int32 can number"),
         ({"num_blocks": 2**20, "num_kv_heads": 2**6, "block_size": 32}, "use fewer or smaller blocks"),
     ],

@@ -203,7 +203,7 @@ def test_tiles_shrink_before_a_call_is_refused(decode):
         limits = TpuLimits(size * 2**20, chunk_tokens=1024, tile_queries=128)
         if tiles := implementation.choose_tiles(form, 64, limits, decode):
             fits.append(tiles)
-            assert implementation.vmem_bytes(form, 64, tiles.chunk_tokens, None if decode else tiles.tile_queries) < size * 2**20
+            assert implementation.vmem_bytes(form, 64, tiles.chunk_tokens, None if decode else tiles.tile_queries, False) < size * 2**20
     assert len(set(fits)) > 2
     for larger, smaller in itertools.pairwise(fits):
         assert smaller.chunk_tokens <= larger.chunk_tokens and smaller.tile_queries <= larger.tile_queries

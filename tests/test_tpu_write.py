@@ -20,7 +20,7 @@ FORMATS = [
 ]
 BATCHES = ("decode", "ragged")
 WRITES = [
-    *pairwise({"block_size": (1, 8, 16, 128), "kv_heads": (1, 2, 3), "head_dim": (64, 80, 128, 256), "dtype": DTYPES, "batch": BATCHES}),
+    *pairwise({"block_size": (1, 2, 8, 16, 128), "kv_heads": (1, 2, 3), "head_dim": (64, 80, 128, 256), "dtype": DTYPES, "batch": BATCHES}),
     *({"block_size": size, **WORDS, "batch": batch} for size in (1, 4) for batch in BATCHES),
 ]
 
