@@ -4,6 +4,7 @@ Every case runs with race detection, NaN in every slot that holds no token, and 
 """
 
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from oracle import paged_attention as oracle
 import jaxpage
 from pallas_kernels import layout
 from pallas_kernels.gpu.decode import split_decode
+from pallas_kernels.gpu.device import Gpu, find_gpu
 from pallas_kernels.gpu.spec import Spec, choose_stages
 from pallas_kernels.gpu.splits import num_splits
 
@@ -178,6 +180,18 @@ def test_what_is_not_supported_is_refused_with_the_reason():
         assert "head_dim up to 256, not 257" in reason(storage(16, 257))
     with pytest.raises(NotImplementedError, match="the gpu layout does not hold float32; it holds: bfloat16, float16"):
         layout.init_storage("gpu", 4, 16, 2, 64, "float32")
+
+
+def test_the_device_is_asked_what_it_is(monkeypatch):
+    def found(kind: str, capability: str) -> tuple[Gpu | None, str]:
+        device = types.SimpleNamespace(device_kind=kind, compute_capability=capability, core_count=100)
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+        return find_gpu()
+
+    assert found("NVIDIA H200", "9.0") == (Gpu(100, 232448), "")
+    assert found("NVIDIA RTX PRO 6000", "12.0") == (Gpu(100, 101376), "")
+    assert found("NVIDIA A100-SXM4-80GB", "8.0") == (None, "needs compute capability 9.0 or newer, NVIDIA A100-SXM4-80GB has 8.0")
+    assert "needs an NVIDIA GPU, this host has AMD" in found("AMD MI300X", "gfx942")[1]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class _Walk(NamedTuple):
     first: Int[Array, ""]  # context token that the query sees
     end: Int[Array, ""]  # one past the last
     start: Int[Array, ""]  # piece of the first tile
-    last: Int[Array, ""]  # piece that holds the last token
+    last: Int[Array, ""]  # piece that holds the last token; 0 where there is none
     steps: Int[Array, ""]
 
 
@@ -46,7 +46,7 @@ def _walk(spec: Spec, split: Int[Array, ""], first: Int[Array, ""], end: Int[Arr
     """Cuts the pieces that hold visible tokens into tiles, and the tiles into splits of equal size but for one tile."""
     pieces_of_tile = TILE // spec.piece
     start = lax.div(first, jnp.int32(spec.piece))
-    last = lax.div(end - 1, jnp.int32(spec.piece))
+    last = lax.div(jnp.maximum(end - 1, 0), jnp.int32(spec.piece))
     tiles = jnp.where(end > first, lax.div(last - start, jnp.int32(pieces_of_tile)) + 1, 0)
     low = lax.div(tiles * split, jnp.int32(spec.num_splits))
     high = lax.div(tiles * (split + 1), jnp.int32(spec.num_splits))
@@ -74,50 +74,65 @@ def decode_kernel(
     groups_of_head = q_ref.shape[1] * 2 * spec.head_dim // kv_ref.shape[1]
     columns = pl.ds(lax.div(group, jnp.int32(groups_of_head)) * (2 * spec.head_dim), 2 * spec.head_dim)
     walk = _walk(spec, split, first_ref[seq], end_ref[seq])
+    pieces_of = functools.partial(_pieces, spec, walk, table_ref.at[seq])
 
-    def fetch(step: Int[Array, ""] | int) -> None:
-        _fetch(spec, walk, step, table_ref.at[seq], kv_ref.at[:, columns], kv_tiles, arrived)
+    def fetch(pieces: tuple[Int[Array, ""], ...], step: Int[Array, ""] | int) -> None:
+        _fetch(spec, pieces, kv_ref.at[:, columns], kv_tiles.at[slot_of(step)], arrived.at[slot_of(step)])
+
+    def slot_of(step: Int[Array, ""] | int) -> Int[Array, ""]:
+        return lax.rem(jnp.int32(step), jnp.int32(spec.stages))
 
     for step in range(spec.stages - 1):
-        pl.when(step < walk.steps)(functools.partial(fetch, step))
+        pl.when(step < walk.steps)(functools.partial(fetch, pieces_of(step), step))
     dtype = q_ref.dtype
     query = plgpu.load(q_ref.at[seq, group].T, layout=plgpu.Layout.MMA_RHS(dtype), optimized=False)  # [D, 8]
 
-    def step_with(step: Int[Array, ""], running: _Running, holds_end: bool) -> _Running:
-        slot = lax.rem(step, jnp.int32(spec.stages))
+    def step_with(step: Int[Array, ""], carry: tuple[_Running, tuple], holds_end: bool) -> tuple[_Running, tuple]:
+        running, pieces = carry
         plgpu.commit_smem()  # the slot that is filled next has been read by all warps
-        pl.when(step + spec.stages - 1 < walk.steps)(lambda: fetch(step + spec.stages - 1))
-        plgpu.barrier_wait(arrived.at[slot])
+        pl.when(step + spec.stages - 1 < walk.steps)(functools.partial(fetch, pieces, step + spec.stages - 1))
+        pieces = pieces_of(step + spec.stages)  # on their way while the tile is computed
+        plgpu.barrier_wait(arrived.at[slot_of(step)])
         position = (walk.start + step * (TILE // spec.piece)) * spec.piece
-        return _fold(spec, walk, position, query, kv_tiles.at[slot], weights_tile, running, holds_end)
+        return _fold(spec, walk, position, query, kv_tiles.at[slot_of(step)], weights_tile, running, holds_end), pieces
 
     full = jnp.maximum(walk.steps - 1, 0)
-    running = lax.fori_loop(0, full, functools.partial(step_with, holds_end=False), _nothing(spec, dtype))
-    running = lax.fori_loop(full, walk.steps, functools.partial(step_with, holds_end=True), running)
+    carry = (_nothing(spec, dtype), pieces_of(spec.stages - 1))
+    carry = lax.fori_loop(0, full, functools.partial(step_with, holds_end=False), carry)
+    running, _ = lax.fori_loop(full, walk.steps, functools.partial(step_with, holds_end=True), carry)
     _finish(running, out_ref.at[split, seq, group], lse_ref.at[split, seq, group])
+
+
+def _pieces(
+    spec: Spec,
+    walk: _Walk,
+    table_ref: Any,  # int32[M] in global memory
+    step: Int[Array, ""] | int,
+) -> tuple[Int[Array, ""], ...]:
+    """Where the pool holds each piece of a tile, counted in pieces.
+
+    A barrier counts all pieces of a tile. So past the end the last one that exists is copied again, and no block beyond it is named.
+    """
+    pieces_of_block = jnp.int32(spec.block_size // spec.piece)
+    found = []
+    for number in range(TILE // spec.piece):
+        piece = jnp.minimum(walk.start + step * (TILE // spec.piece) + number, walk.last)
+        block = table_ref[lax.div(piece, pieces_of_block)]
+        found.append(block * pieces_of_block + lax.rem(piece, pieces_of_block))
+    return tuple(found)
 
 
 def _fetch(
     spec: Spec,
-    walk: _Walk,
-    step: Int[Array, ""] | int,
-    table_ref: Any,  # int32[M] in global memory
+    pieces: tuple[Int[Array, ""], ...],
     kv_ref: Any,  # [N*B, 2*D] in global memory: one head
-    kv_tiles: Any,  # [stages, 64, 2*D] in shared memory
-    arrived: Any,  # barriers [stages]
+    kv_tile: Any,  # [64, 2*D] in shared memory
+    arrived: Any,  # its barrier
 ) -> None:
-    """Starts the copies of a tile.
-
-    A barrier counts all pieces of a tile: past the end, the last one that exists is copied again, and no block beyond it is named.
-    """
-    slot = lax.rem(step, jnp.int32(spec.stages)) if not isinstance(step, int) else step
-    pieces_of_block = spec.block_size // spec.piece
-    for number in range(TILE // spec.piece):
-        piece = jnp.minimum(walk.start + step * (TILE // spec.piece) + number, walk.last)
-        block = table_ref[lax.div(piece, jnp.int32(pieces_of_block))]
-        row = block * spec.block_size + lax.rem(piece, jnp.int32(pieces_of_block)) * spec.piece
-        target = kv_tiles.at[slot, pl.ds(number * spec.piece, spec.piece)]
-        plgpu.copy_gmem_to_smem(kv_ref.at[pl.ds(row, spec.piece)], target, arrived.at[slot])
+    """Starts the copies of a tile."""
+    for number, piece in enumerate(pieces):
+        source, target = (pl.ds(index * spec.piece, spec.piece) for index in (piece, number))
+        plgpu.copy_gmem_to_smem(kv_ref.at[source], kv_tile.at[target], arrived)
 
 
 def _nothing(spec: Spec, dtype: jnp.dtype) -> _Running:
