@@ -24,8 +24,8 @@ from pallas_kernels.gpu.splits import num_splits
 TOLERANCE = {"bfloat16": 2e-3, "float16": 3e-4}  # the weights of the softmax are rounded to these types
 
 LENGTHS = {  # tiles are 64 tokens
-    "around blocks": (1, 0, 8, 9, 16),
-    "around tiles": (63, 64, 0, 129),
+    "around blocks": (1, 0, 8, 9),
+    "around tiles": (63, 64, 129),
     "several tiles": (300, 65),
 }
 
