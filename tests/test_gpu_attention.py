@@ -161,7 +161,7 @@ def test_stages_fit_the_shared_memory():
     assert choose_stages(128, 2, 232448) == 3
     assert choose_stages(64, 2, 232448) == 4
     assert choose_stages(256, 2, 232448) == 2
-    assert choose_stages(256, 2, 101376) is None
+    assert choose_stages(256, 2, 101376) == 0
 
 
 def test_what_is_not_supported_is_refused_with_the_reason():

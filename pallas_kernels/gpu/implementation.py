@@ -33,7 +33,7 @@ def supports(storage: GpuStorage, num_heads: int, num_seqs: int, table_width: in
         return False, f"works with block sizes {', '.join(map(str, _BLOCK_SIZES))}, not {block_size}"
     if stored_dim > _LARGEST_HEAD_DIM:
         return False, f"works with head_dim up to {_LARGEST_HEAD_DIM}, not {storage.head_dim}"
-    if choose_stages(stored_dim, storage.blocks.dtype.itemsize, device.shared_memory) is None:
+    if not choose_stages(stored_dim, storage.blocks.dtype.itemsize, device.shared_memory):
         return False, f"head_dim {storage.head_dim} does not fit the {device.shared_memory // 2**10} KiB of shared memory"
     return True, ""
 
@@ -62,7 +62,7 @@ def attend(
     storage: GpuStorage,
     block_table: Int[Array, "S M"],
     lengths: Int[Array, " S"],
-    query_starts: None,
+    query_starts: Int[Array, " S+1"] | None,
     *,
     scale: float,
     window: int | None,
@@ -72,25 +72,26 @@ def attend(
     """Attention of one query a sequence over the sequence's blocks; see `jaxpage.paged_attention` for the arguments.
 
     Raises:
-      NotImplementedError: there is no GPU that the kernel runs on; `supports` says why.
+      NotImplementedError: the kernel cannot run this call; says why.
     """
-    num_blocks, block_size, num_kv_heads, stored_dim = storage.blocks.shape
-    num_kv_heads //= 2
+    num_blocks, block_size, heads, stored_dim = storage.blocks.shape
     num_seqs, num_heads, _ = q.shape
-    device, reason = find_gpu()
-    stages = None if device is None else choose_stages(stored_dim, storage.blocks.dtype.itemsize, device.shared_memory)
-    if device is None or stages is None:
+    able, reason = supports(storage, num_heads, num_seqs, block_table.shape[1], query_starts is None)
+    device, _ = find_gpu()
+    if not able or device is None:
         raise NotImplementedError(reason)
     end = visible_lengths(block_table, lengths, num_blocks, block_size)
     first = jnp.zeros_like(end) if window is None else jnp.maximum(lengths - window, 0)
-    context = block_table.shape[1] * block_size if window is None else min(window + TILE, block_table.shape[1] * block_size)
-    programs = num_seqs * num_kv_heads * -(-num_heads // (num_kv_heads * GROUP))
+    context = block_table.shape[1] * block_size
+    if window is not None:
+        context = min(context, window + TILE)
+    programs = num_seqs * (heads // 2) * -(-num_heads // (heads // 2 * GROUP))
     spec = Spec(
         block_size=block_size,
         head_dim=stored_dim,
         dtype=storage.blocks.dtype.name,
         num_splits=num_splits(programs, -(-context // TILE), device.num_sms),
-        stages=stages,
+        stages=choose_stages(stored_dim, storage.blocks.dtype.itemsize, device.shared_memory),
         scale=scale,
         soft_cap=soft_cap,
     )

@@ -2,7 +2,7 @@
 
 A program walks its tiles of 64 tokens with a running softmax (Milakov and Gimelshein, 2018), in base 2, while the copies of the next
 tiles are on their way. Tokens and head_dim fill the rows of the products, the query heads of one kv head their 8 columns, so that
-no row of the tensor cores is spent on padding of the query.
+no row of the tensor cores is spent on padding of the query. Scores are K Q^T, outputs V^T P^T.
 """
 
 import functools

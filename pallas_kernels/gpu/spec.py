@@ -55,10 +55,10 @@ class Spec(NamedTuple):
         ]
 
 
-def choose_stages(head_dim: int, itemsize: int, shared_memory: int) -> int | None:
-    """Tiles in flight for a stored head_dim; None: not even the fewest fit the shared memory."""
+def choose_stages(head_dim: int, itemsize: int, shared_memory: int) -> int:
+    """Tiles in flight for a stored head_dim; 0: not even the fewest fit the shared memory."""
     tile_bytes = TILE * 2 * head_dim * itemsize
     fewest, most = _STAGES
     stages = min(max(_BUDGET // tile_bytes, fewest), most)
     others = GROUP * TILE * itemsize + 2**10  # weights, barriers, and what the compiler aligns
-    return stages if stages * tile_bytes + others <= shared_memory else None
+    return stages if stages * tile_bytes + others <= shared_memory else 0

@@ -12,7 +12,7 @@ def num_splits(programs: int, tiles: int, num_sms: int) -> int:
     Lengths are not known when a call is traced, so the widest context decides; a shorter one is cut into as many, smaller splits.
 
     Args:
-      programs: programs of the call without splits: sequences times kv heads.
+      programs: programs of the call without splits: sequences times kv heads, times groups of 8 query heads.
       tiles: tiles of the longest context that a sequence can have.
       num_sms: multiprocessors of the device.
     """
