@@ -9,12 +9,12 @@ from types import ModuleType
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import contiguous, layout, ragged, reference, tpu, validate, xla
+from pallas_kernels import contiguous, gpu, layout, ragged, reference, tpu, validate, xla
 from pallas_kernels.interpret import interpret_kernels
 
 __all__ = ["IMPLEMENTATIONS", "backend_of", "debug_checks", "interpret_kernels", "paged_attention", "query_positions", "supports"]
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "xla": xla, "contiguous": contiguous, "reference": reference}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "gpu": gpu, "xla": xla, "contiguous": contiguous, "reference": reference}
 """Modules with `LAYOUT`, `supports`, `write` and `attend`, the most preferred first."""
 
 _debug: contextvars.ContextVar[bool] = contextvars.ContextVar("debug_checks", default=False)

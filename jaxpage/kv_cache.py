@@ -38,13 +38,13 @@ def init_cache(config: CacheConfig, backend: str | None = None) -> KVCache:
 
     Args:
       config: sizes.
-      backend: a key of `pallas_kernels.layout.LAYOUTS`; None picks this host's.
+      backend: a key of `pallas_kernels.layout.LAYOUTS`; None picks this host's. A GPU's is "xla": the "gpu" layout serves decode only.
 
     Raises:
       NotImplementedError: the backend has no layout.
     """
     if backend is None:
-        backend = jax.default_backend() if jax.default_backend() in layout.LAYOUTS else "xla"
+        backend = "tpu" if jax.default_backend() == "tpu" else "xla"
     storage = tuple(
         layout.init_storage(
             backend, config.num_blocks, config.block_size, config.num_kv_heads, config.head_dim, config.dtype, config.scaled

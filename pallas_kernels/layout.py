@@ -12,10 +12,25 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gpu import format as gpu_format
+from pallas_kernels.gpu.format import GpuStorage
 from pallas_kernels.tpu import format as tpu_format
 from pallas_kernels.tpu.format import TpuStorage
 
-__all__ = ["LAYOUTS", "Layout", "Sizes", "Storage", "TpuStorage", "XlaStorage", "copy_blocks", "init_storage", "pack", "sizes", "unpack"]
+__all__ = [
+    "LAYOUTS",
+    "GpuStorage",
+    "Layout",
+    "Sizes",
+    "Storage",
+    "TpuStorage",
+    "XlaStorage",
+    "copy_blocks",
+    "init_storage",
+    "pack",
+    "sizes",
+    "unpack",
+]
 
 
 class XlaStorage(NamedTuple):
@@ -29,7 +44,7 @@ class XlaStorage(NamedTuple):
     values: Float[Array, "N K B D"]
 
 
-Storage = XlaStorage | TpuStorage
+Storage = XlaStorage | TpuStorage | GpuStorage
 
 
 class Sizes(NamedTuple):
@@ -89,9 +104,23 @@ def _tpu_sizes(storage: TpuStorage) -> Sizes:
     return Sizes(storage.blocks.shape[0], *storage.form[:3])
 
 
+def _gpu_empty(sizes: Sizes, dtype: str, scaled: bool) -> GpuStorage:
+    return GpuStorage(jnp.zeros((sizes.num_blocks, *gpu_format.block_shape(*sizes[1:])), dtype), sizes.head_dim)
+
+
+def _gpu_pack(keys: Float[Array, "N B K D"], values: Float[Array, "N B K D"], dtype: str, scaled: bool) -> GpuStorage:
+    return gpu_format.pack(keys, values, dtype)
+
+
+def _gpu_sizes(storage: GpuStorage) -> Sizes:
+    num_blocks, block_size, heads, _ = storage.blocks.shape
+    return Sizes(num_blocks, block_size, heads // 2, storage.head_dim)
+
+
 LAYOUTS: dict[str, Layout] = {
     "xla": Layout(XlaStorage, ("float32", "bfloat16", "float16"), _xla_empty, _xla_pack, _xla_unpack, _xla_sizes),
     "tpu": Layout(TpuStorage, tpu_format.DTYPES, _tpu_empty, _tpu_pack, _tpu_unpack, _tpu_sizes),
+    "gpu": Layout(GpuStorage, gpu_format.DTYPES, _gpu_empty, _gpu_pack, gpu_format.unpack, _gpu_sizes),
 }
 """The layout of each backend. Backends without kernels of their own run through XLA and share its layout."""
 

@@ -225,7 +225,7 @@ def test_the_best_implementation_is_chosen_and_a_named_one_is_never_replaced():
     storage = problem.arguments[3]
     with pytest.raises(NotImplementedError, match="needs one block a sequence"):
         run(problem, "contiguous")
-    with pytest.raises(NotImplementedError, match="there are: tpu, xla, contiguous, reference"):
+    with pytest.raises(NotImplementedError, match="there are: tpu, gpu, xla, contiguous, reference"):
         run(problem, "cuda")
     assert jaxpage.supports("xla", storage, num_heads=4, num_seqs=2, table_width=3, decode=True) == (True, "")
     able, reason = jaxpage.supports("contiguous", storage, num_heads=4, num_seqs=2, table_width=1, decode=True)

@@ -1,0 +1,27 @@
+"""Operations of Mosaic GPU that its interpreter lacks or that JAX's releases spell differently. No other module knows the difference."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.interpret import interpreting
+
+__all__ = ["mma", "store"]
+
+
+def mma(total: Float[Array, "M N"], left: Float[Array, "M D"], right: Float[Array, "D N"]) -> Float[Array, "M N"]:
+    """total + left @ right on the tensor cores; operands in 16 bits, the sum in float32."""
+    if interpreting():
+        return total + jax.lax.dot(left, right, preferred_element_type=jnp.float32)
+    return plgpu.mma(total, left, right)
+
+
+def store(ref: Any, value: Array) -> None:
+    """Stores a result in global memory, also one that fills no whole lines of 128 bytes."""
+    if interpreting() or not hasattr(plgpu, "store"):  # up to JAX 0.11 any store may be such a one
+        ref[...] = value
+    else:
+        plgpu.store(ref, value, optimized=False)
