@@ -26,7 +26,7 @@ PREFILL = f"{_ATTENTION}[last token of a chunk just ahead of a tile-{{}}]"
 WINDOW = f"{_ATTENTION}[first token of a chunk just out of the window-{{}}]"
 SCALED = f"{_ATTENTION}[table width 7-{{}}]"
 NOTHING_SEEN = "tests/test_tpu_kernels.py::test_rows_that_see_nothing_beside_rows_that_do[{}]"
-WRITE = "tests/test_tpu_write.py::test_new_tokens_land_in_their_slots[bfloat16, block 16, 1x128, decode-{}]"
+WRITE = "tests/test_tpu_write.py::test_new_tokens_land_in_their_slots[bfloat16, block 16, 1x64, decode-{}]"
 
 
 class Fault(NamedTuple):

@@ -431,7 +431,7 @@ def test_penalties_count_the_prompt_and_what_was_produced(model):
         ([[1]], SamplingParams(stop=("a",)), {}, "stop strings need a detokenizer"),
         ([[1]], SamplingParams(stop_ids=(97,)), {}, "token id 97 in logit_bias or stop_ids is outside the vocabulary of 97"),
         ([[1]], SamplingParams(logprobs=98), {}, "logprobs"),
-        ([[1]], GREEDY, {"cache_dtype": "int8"}, "dtype must be one of"),
+        ([[1]], GREEDY, {"cache_dtype": "float64"}, "dtype must be one of"),
         ([[1]], GREEDY, {"block_size": 0}, "block_size must be at least 1, got 0"),
         ([[1]], GREEDY, {"max_seqs": 0}, "max_seqs must be at least 1, got 0"),
         ([[1]], GREEDY, {"steps_per_round": 0}, "steps_per_round must be at least 1, got 0"),
