@@ -20,11 +20,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 MODES = ("eager", "on_wait")
 CAUGHT = {"wrong values", "race or bad access", "hung"}  # any other error would be one of the fault's own
 
-_ATTENTION = "tests/test_tpu_attention.py::test_agrees_with_the_oracle"
-DECODE = f"{_ATTENTION}[many tiles-{{}}]"
-PREFILL = f"{_ATTENTION}[last token of a chunk just ahead of a tile-{{}}]"
-WINDOW = f"{_ATTENTION}[first token of a chunk just out of the window-{{}}]"
-SCALED = f"{_ATTENTION}[table width 7-{{}}]"
+_ATTENTION = "tests/test_tpu_attention_{}.py::test_agrees_with_the_oracle"
+DECODE = f"{_ATTENTION}[many tiles]"
+PREFILL = f"{_ATTENTION}[last token of a chunk just ahead of a tile]"
+WINDOW = f"{_ATTENTION}[first token of a chunk just out of the window]"
+SCALED = f"{_ATTENTION}[table width 7]"
 NOTHING_SEEN = "tests/test_tpu_kernels.py::test_rows_that_see_nothing_beside_rows_that_do[{}]"
 WRITE = "tests/test_tpu_write.py::test_new_tokens_land_in_their_slots[bfloat16, block 16, 1x64, decode-{}]"
 
@@ -136,7 +136,7 @@ def main(words: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             plant(each, pathlib.Path(folder))
             outcomes = run(tests[each.test], pathlib.Path(folder), limit)
-        test = re.split(r"::|-?{", each.test)[1].rstrip("[")
+        test = re.sub(r"-?{}", "", each.test.split("::")[1]).removesuffix("[]")
         print(f"{each.name:<50} | {' | '.join(f'{what:<20}' for what in outcomes.values())} | {test}", flush=True)
         if not CAUGHT.intersection(outcomes.values()):
             survivors.append(each.name)

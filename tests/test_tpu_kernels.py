@@ -2,8 +2,8 @@
 
 Where the rest is tested in the interpreter: blocks outside the pool, positions beyond the table, NaN in the tail of a row, batched against
 alone in `test_attention`; pairs of all sizes, head counts, options and dtypes, rows of length zero and prompts behind a context in
-`test_tpu_attention`; the write alone in `test_tpu_write`. Pools beyond 2**31 elements need no test of their own: the kernels address whole
-blocks by their number, never elements by an offset.
+`test_tpu_attention_on_wait` and `test_tpu_attention_eager`; the write alone in `test_tpu_write`. Pools beyond 2**31 elements need no test
+of their own: the kernels address whole blocks by their number, never elements by an offset.
 """
 
 import functools

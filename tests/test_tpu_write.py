@@ -1,5 +1,6 @@
 """The TPU layout and the kernel that writes into it: what comes back is what went in, to the bit, and nothing else changes."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -120,9 +121,10 @@ def draw_batch(block_size: int, decode: bool) -> Batch:
     return Batch(table, np.int32(lengths), None if decode else np.int32(starts), num_rows, num_blocks, *np.transpose(slots))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("row", WRITES, ids=name_of)
-def test_new_tokens_land_in_their_slots(row, mode):
+@functools.cache
+def problem_of(index: int) -> tuple[Batch, layout.TpuStorage, list[jax.Array], list[np.ndarray]]:
+    """What to write, the storage before, new keys and values, and what the storage then has to hold."""
+    row = WRITES[index]
     batch, head = draw_batch(row["block_size"], row["batch"] == "decode"), (row["kv_heads"], row["head_dim"])
     before = [draw(batch.num_blocks, row["block_size"], *head, dtype=row["dtype"], seed=seed) for seed in (1, 2)]
     if row["dtype"] != "int8":  # which has no NaN
@@ -131,11 +133,18 @@ def test_new_tokens_land_in_their_slots(row, mode):
         before[1] = before[1].at[..., ::5].set(jnp.nan)  # and single values, which would spoil a scale
     storage = pack(*before, row["dtype"])
     fresh = [draw(batch.num_rows, *head, dtype=row["dtype"], seed=seed) for seed in (3, 4)]
+    targets = [np.array(side) for side in layout.unpack(storage)]
+    for target, new in zip(targets, layout.unpack(pack(*(side[:, None] for side in fresh), row["dtype"])), strict=True):
+        target[batch.blocks, batch.offsets] = np.asarray(new)[batch.rows, 0]
+    return batch, storage, fresh, targets
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("index", range(len(WRITES)), ids=map(name_of, WRITES))
+def test_new_tokens_land_in_their_slots(index, mode):
+    batch, storage, fresh, targets = problem_of(index)
     after = interpreted(mode, tpu.write, storage, *fresh, *(None if part is None else jnp.asarray(part) for part in batch[:3]))
-    new = layout.unpack(pack(*(side[:, None] for side in fresh), row["dtype"]))
-    for old, now, rows in zip(layout.unpack(storage), layout.unpack(after), new, strict=True):
-        target = np.array(old)
-        target[batch.blocks, batch.offsets] = np.asarray(rows)[batch.rows, 0]
+    for now, target in zip(layout.unpack(after), targets, strict=True):
         assert_same_bits(now, target)
     others = np.setdiff1d(np.arange(batch.num_blocks), batch.blocks)  # with the lanes that hold nothing
     assert_same_bits(np.asarray(after.blocks)[others], np.asarray(storage.blocks)[others])
