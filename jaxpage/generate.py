@@ -15,7 +15,7 @@ from jaxpage import decode
 from jaxpage.admission import Request, admit, check_requests, size_cache
 from jaxpage.attention import backend_of
 from jaxpage.buckets import SEQ_BUCKETS
-from jaxpage.completion import Completion, Detokenize, TokenLogprob, Transcript
+from jaxpage.completion import Completion, Detokenize, Transcript, read_tokens
 from jaxpage.config import CacheConfig
 from jaxpage.decode import Decoded, DecodeState
 from jaxpage.inspect import Usage, usage
@@ -218,12 +218,7 @@ class _Round(NamedTuple):
 
     def add_to(self, row: int, transcript: Transcript) -> str | None:
         """Adds the row's tokens to its transcript. The reason why the sequence ended, or None."""
-        count = int(self.counts[row])
-        tokens, logprobs, top_ids, top_logprobs = jax.tree.map(lambda array: array[row, :count].tolist(), self.made)
-        scored = []
-        if logprobs is not None and transcript.params.logprobs is not None:
-            best = [tuple(zip(*pair, strict=True))[: transcript.params.logprobs] for pair in zip(top_ids, top_logprobs, strict=True)]
-            scored = [TokenLogprob(*token) for token in zip(tokens, logprobs, best, strict=True)]
+        tokens, scored = read_tokens(self.made, row, int(self.counts[row]), transcript.params.logprobs)
         if transcript.extend(tokens, scored):
             return "stop"
         return {decode.RUNNING: None, decode.STOP: "stop", decode.LENGTH: "length"}[int(self.finish[row])]
