@@ -135,11 +135,11 @@ def test_prompt_logprobs_are_the_same_with_a_hit(tiny):
 
 def test_all_of_the_sampler_is_the_same_as_in_a_batch(tiny, prompts):
     asked = [
-        SamplingParams(max_tokens=9, temperature=0.8, top_k=7, seed=1, logprobs=2),
-        SamplingParams(max_tokens=9, repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.2),
-        SamplingParams(max_tokens=9, temperature=1.2, top_p=0.7, min_p=0.05, seed=3),
-        SamplingParams(max_tokens=9, logit_bias={5: 3.0, 6: -8.0}, stop_ids=(5,), min_tokens=2, logprobs=0),
-        SamplingParams(max_tokens=9),
+        SamplingParams(max_tokens=20, temperature=0.8, top_k=7, seed=1, logprobs=2),
+        SamplingParams(max_tokens=20, repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.2),
+        SamplingParams(max_tokens=20, temperature=1.2, top_p=0.7, min_p=0.05, seed=3),
+        SamplingParams(max_tokens=20, logit_bias={5: 3.0, 6: -8.0}, stop_ids=(5,), min_tokens=2, logprobs=0),
+        SamplingParams(max_tokens=20),
     ]
     # The pool is too small for all of them: penalties count again what was produced before a preemption.
     features = Features(random=True, truncated=True, penalised=True, num_biases=2, num_stop_ids=1, num_logprobs=2)
@@ -283,7 +283,7 @@ def test_a_batch_is_taken_whole_or_not_at_all(tiny):
     ("option", "message"),
     [
         ({"scheduling": "best"}, "no scheduling policy 'best'; there are: fcfs"),
-        ({"eviction": "random"}, "there are: lru"),
+        ({"eviction": "random"}, "one of lru, lfu"),
         ({"prefix_index": "tree"}, "no prefix index 'tree'; there are: radix, hash, none"),
         ({"preemption": "drop"}, "preemption must be recompute or swap"),
         ({"swap_bytes": -1}, "swap_bytes must be an integer from 0"),

@@ -126,6 +126,7 @@ class Generate:
 
     def _engine(self, loaded: LoadedModel, ids: list[list[int]], params: jaxpage.SamplingParams) -> jaxpage.Engine:
         """An engine for just these prompts."""
+        admission.check_sizes(self.block_size, self.max_seqs, self.num_blocks)
         requests = [request for request in admission.check_requests(ids, params, loaded.decoder.config) for _ in range(self.n)]
         config = admission.size_cache(
             requests,
