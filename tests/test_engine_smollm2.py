@@ -79,7 +79,7 @@ def test_prompt_logprobs_are_the_same_with_a_hit(make, prompts):
 
 def test_three_greetings_are_one_group_of_blocks_and_three_children(make, smollm2):
     engine = make(200, block_size=1)
-    for rest in (", nasılsın?", "! Bugün", " ve"):
+    for rest in (", nerede", "! Bug", " ve"):
         engine.generate([smollm2.tokenizer.encode("Merhaba dünya" + rest)], SamplingParams(max_tokens=2))
     lines = engine.index.render(smollm2.tokenizer.decode).splitlines()
     assert len([line for line in lines if line.startswith("└─ ")]) == 1
