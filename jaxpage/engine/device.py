@@ -13,6 +13,7 @@ from jaxpage.block_table import BlockTable
 from jaxpage.buckets import SWAP_BUCKETS, bucket
 from jaxpage.config import CacheConfig
 from jaxpage.engine import passes
+from jaxpage.engine.drafts import Drafter
 from jaxpage.engine.passes import Batch, Made
 from jaxpage.engine.swap import Swapped, swap_in, swap_out
 from jaxpage.kv_cache import KVCache, attach, fork, init_cache, release, reserve, truncate
@@ -32,11 +33,11 @@ class Device:
     """Rows, pool and storage on the device. Calls return at once; what they change is there for every later call.
 
     Args:
-      model: a causal model.
+      model: a causal model; a `Drafter` decodes speculatively.
       config: sizes of the cache.
       features: what requests may use of the sampler.
       eos_ids: token ids at which the model ends its text.
-      steps_per_round: most decode steps of one call.
+      steps_per_round: most tokens of a sequence in one call.
       backend: of the cache's layout, see `init_cache`.
       implementation: see `jaxpage.paged_attention`.
     """
@@ -61,6 +62,8 @@ class Device:
         rows = jnp.zeros(config.max_seqs, jnp.int32)
         sampler = self._sampler([], [], [], config.max_seqs, [])
         self.state = decode.init_state(init_cache(config, backend), sampler, rows, rows > 0)
+        if isinstance(model, Drafter):
+            self.state = model.prepare(self.state, config, backend)
 
     def _sampler(self, params: list[SamplingParams], prompts: list, produced: list, num_seqs: int, max_tokens: list[int]) -> Sampler:
         return build_sampler(
@@ -80,16 +83,16 @@ class Device:
         self.state, made = self.programs.run(passes.mixed_pass, self.model, self.state, batch, donate=(1,), **options)
         return made
 
-    def run_decode(self, num_rows: int, limit: int, until_end: bool) -> Made:
+    def run_decode(self, limits: np.ndarray, until_end: bool) -> Made:
         """See `passes.decode_rows`."""
         self.state, made = self.programs.run(
             passes.decode_rows,
             self.model,
             self.state,
-            np.int32(limit),
+            limits,
             np.bool_(until_end),
             donate=(1,),
-            num_rows=num_rows,
+            num_rows=len(limits),
             num_steps=self.steps_per_round,
             num_logprobs=self.features.num_logprobs,
             implementation=self.implementation,
@@ -99,8 +102,13 @@ class Device:
     def place(self, row: int, params: SamplingParams, max_tokens: int, prompt: Sequence[int], produced: Sequence[int], token: int) -> None:
         """Gives a row to a sequence that has produced some tokens before; `token` is the one to decode from, or -1."""
         sampler = self._sampler([params], [prompt], [produced], 1, [max_tokens])
+        history = None
+        if self.state.history is not None:
+            history = np.zeros(self.state.history.shape[1], np.int32)
+            tokens = [*prompt, *produced][: history.size]
+            history[: len(tokens)] = tokens
         numbers = (np.int32(len(produced)), np.int32(token))
-        self.state = self.programs.run(passes.place, self.state, np.int32(row), sampler, *numbers, donate=(0,))
+        self.state = self.programs.run(passes.place, self.state, np.int32(row), sampler, *numbers, history, donate=(0,))
 
     def set_allowed(self, row: int, allowed: np.ndarray) -> None:
         """Sets the tokens that a row may choose next, as bits (see `sampling.Constraint`)."""
