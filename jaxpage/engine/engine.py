@@ -23,8 +23,10 @@ from jaxpage.engine.policy import find_scheduling
 from jaxpage.engine.scheduler import MixedPlan, Piece, Scheduler
 from jaxpage.engine.seq import Seq
 from jaxpage.generate import Update
+from jaxpage.inspect import Usage
 from jaxpage.model import CausalModel
 from jaxpage.prefix import PrefixIndex
+from jaxpage.programs import Programs
 from jaxpage.sampler_arrays import check_features
 from jaxpage.sampling_params import SamplingParams
 
@@ -95,6 +97,7 @@ class Engine:
         eos_ids: Sequence[int] = (),
         detokenize: Detokenize | None = None,
         index: PrefixIndex | None = None,
+        programs: Programs | None = None,
         draft_model: CausalModel | None = None,
     ):
         """Allocates the cache; nothing is compiled yet (see `warmup`).
@@ -105,6 +108,7 @@ class Engine:
           eos_ids: token ids at which the model ends its text.
           detokenize: token ids -> text, for `Completion.text` and stop strings.
           index: a prefix index of one's own instead of the one that the options name.
+          programs: compiled programs, to be shared by engines: those of equal sizes then compile once.
           draft_model: a small model of the same vocabulary that guesses ahead, where the options ask for speculation; None: prompt lookup.
 
         Raises:
@@ -130,7 +134,10 @@ class Engine:
         backend = None if options.implementation is None else backend_of(options.implementation)
         self._draft_model = draft_model
         model = with_drafts(model, draft_model, options.speculation)
-        self._device = Device(model, config, options.features, self._eos_ids, options.steps_per_round, backend, options.implementation)
+        self.programs = Programs() if programs is None else programs
+        self._device = Device(
+            model, config, options.features, self._eos_ids, options.steps_per_round, backend, options.implementation, self.programs
+        )
         if index is None and (kind := INDEXES[options.prefix_index]) is not None:
             index = kind(options.block_size, options.eviction)
         if index is not None and index.block_size != options.block_size:
@@ -217,9 +224,12 @@ class Engine:
 
         Raises:
           KeyError: there is no such request.
+          ValueError: see `submit`; or `max_tokens` leaves nothing to produce.
         """
         parent = self._find(request_id)
         produced = [] if from_prompt else list(parent.transcript.token_ids)
+        if params.max_tokens <= len(produced):
+            raise ValueError(f"max_tokens must be above the {len(produced)} tokens that the fork begins with, got {params.max_tokens}")
         name = self.submit(parent.request.prompt, params, priority=parent.priority, namespace=parent.namespace)
         child = self._seqs[name]
         child.transcript.token_ids.extend(produced)
@@ -243,6 +253,12 @@ class Engine:
             raise KeyError(f"no request {request_id!r} is waiting or running; it has ended or was never submitted")
         return self._seqs[request_id]
 
+    def warmup(self) -> None:
+        """Compiles all that any workload may need, so that nothing is compiled later (see `EngineOptions.buckets`)."""
+        sizes = self._scheduler.sizes
+        self._collect_all()
+        self._device.warm_up(sizes.tokens, sizes.rows, self.options.preemption == "swap")
+
     @property
     def unfinished(self) -> int:
         """Requests that wait or run."""
@@ -260,12 +276,11 @@ class Engine:
         self._admit()
         plan = self._scheduler.plan()
         while plan is None and self._scheduler.short_of_blocks:
-            # Results may end sequences, and only what is known can give way.
+            # Results may end sequences, and only what is known can give way. Nobody is admitted here: it would take what was given up.
             if self._under_way:
                 self._collect()
             else:
                 self._give_way()
-            self._admit()
             plan = self._scheduler.plan()
         if plan is not None:
             mixed = isinstance(plan, MixedPlan)
@@ -331,9 +346,7 @@ class Engine:
             seq.bound -= piece.most - written
         seq.made_bound -= piece.most - count
         if written:
-            self._memory.learn_blocks(seq, first, blocks)
-            seq.length += written
-            seq.shared_tail = False
+            self._memory.learn(seq, blocks, written)
         tokens, scored = read_tokens(made.decoded, row, count, seq.request.params.logprobs)
         stopped = seq.transcript.extend(tokens, scored)
         new = seq.transcript.token_ids[len(seq.tokens) - len(seq.request.prompt) :]
@@ -384,7 +397,7 @@ class Engine:
             yield from mine
             if mine and mine[-1].completion is not None:
                 return
-            self._news = [*self._news, *self.step()]
+            self._news = self.step()
 
     def generate(
         self,
@@ -442,6 +455,15 @@ class Engine:
             blocks_cached=index.total if index is not None else 0,
             swapped_bytes=self._memory.swapped_bytes,
         )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that the pool holds."""
+        return self._device.config.pool_bytes
+
+    def usage(self) -> Usage:
+        """How full the pool is. What the index keeps is in use too."""
+        return self._memory.ledger.usage
 
     def _count(self, **more: float) -> None:
         self._stats = self._stats._replace(**{name: getattr(self._stats, name) + value for name, value in more.items()})
