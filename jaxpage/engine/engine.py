@@ -20,7 +20,7 @@ from jaxpage.engine.memory import Memory
 from jaxpage.engine.options import INDEXES, EngineOptions
 from jaxpage.engine.passes import Made
 from jaxpage.engine.policy import find_scheduling
-from jaxpage.engine.scheduler import MixedPlan, Piece, Scheduler
+from jaxpage.engine.scheduler import MixedPlan, Piece, RoundPlan, Scheduler
 from jaxpage.engine.seq import Seq
 from jaxpage.generate import Update
 from jaxpage.inspect import Usage
@@ -290,7 +290,7 @@ class Engine:
         elif not self._under_way and (too_large := self._scheduler.next_waiting()) is not None:
             self._end(too_large, "out_of_blocks")  # nothing runs, and what the index keeps is pinned
         # One pass may be under way while the host prepares the next; not so where the next depends on who ends in this one.
-        ahead = 1 if plan is not None and not self._scheduler.waiting else 0
+        ahead = 1 if plan is not None and not self._scheduler.waiting and not _makes_first_tokens(plan) else 0
         while len(self._under_way) > ahead:
             self._collect()
 
@@ -472,3 +472,8 @@ class Engine:
         """Ends all requests and takes no more. Returns what they have produced."""
         self._closed = True
         return [self.abort(name) for name in list(self._seqs)]
+
+
+def _makes_first_tokens(plan: MixedPlan | RoundPlan) -> bool:
+    """Whether somebody waits for the first token: it comes now, not after the next pass."""
+    return any(piece.known and piece.most for piece in plan.pieces)
