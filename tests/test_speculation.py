@@ -109,7 +109,8 @@ def test_the_tokens_are_those_of_plain_decoding(engines, kind):
             for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
                 np.testing.assert_allclose(ours.logprob, theirs.logprob, rtol=0, atol=1e-4)
     assert {"stop", "length"} == {one.finish_reason for one in plain}
-    assert 0 < counts.kept_drafts < counts.drafted_tokens
+    assert 0 < counts.kept_drafts <= counts.drafted_tokens
+    assert kind == "same model" or counts.kept_drafts < counts.drafted_tokens
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(engines):
