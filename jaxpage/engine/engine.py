@@ -14,6 +14,7 @@ from jaxpage.attention import backend_of
 from jaxpage.completion import Completion, Detokenize, Transcript, read_tokens
 from jaxpage.config import CacheConfig
 from jaxpage.decode import LENGTH, RUNNING, STOP
+from jaxpage.engine.constraint import AllowedTokens, next_words
 from jaxpage.engine.device import Device
 from jaxpage.engine.memory import Memory
 from jaxpage.engine.options import INDEXES, EngineOptions
@@ -148,6 +149,7 @@ class Engine:
         priority: int = 0,
         namespace: str = "",
         request_id: int | None = None,
+        allowed_tokens: AllowedTokens | None = None,
     ) -> int:
         """Adds a request.
 
@@ -157,6 +159,8 @@ class Engine:
           priority: higher is preempted later, and admitted first under the scheduling policy "priority".
           namespace: prefixes are shared within it only.
           request_id: its name; None: the next number.
+          allowed_tokens: says before each token which ones may be chosen. A request that may choose none ends with the reason
+            "no_allowed_token". While such requests run, nothing is computed ahead.
 
         Returns:
           The name.
@@ -182,11 +186,13 @@ class Engine:
                 f"{self._memory.ledger.total} blocks of {self.options.block_size}: it may have {room}"
             )
         check_features(params, self._eos_ids, self.options.features)
+        if allowed_tokens is not None and not self.options.features.constrained:
+            raise ValueError("allowed_tokens cannot be used here: the feature 'constrained' is off")
         if params.stop and self._detokenize is None:
             raise ValueError("stop strings need a detokenizer")
         request = request._replace(prompt_index=name, max_tokens=min(request.max_tokens, self._max_length - len(request.prompt) + 1))
         transcript = Transcript(name, request.prompt, params, self._eos_ids, self._detokenize)
-        seq = Seq(name, request, transcript, list(request.prompt), priority, namespace, arrival=self._next_id)
+        seq = Seq(name, request, transcript, list(request.prompt), priority, namespace, self._next_id, allowed_tokens=allowed_tokens)
         return self._add(seq)
 
     def _add(self, seq: Seq) -> int:
@@ -200,7 +206,7 @@ class Engine:
 
         Args:
           request_id: a request that has not ended.
-          params: of the new one, its seed among them. `max_tokens` counts the tokens that it begins with.
+          params: of the new one, its seed among them. `max_tokens` counts the tokens that it begins with. A constraint is the parent's.
           from_prompt: begin after the prompt, not after what has been produced since.
 
         Returns:
@@ -211,7 +217,13 @@ class Engine:
         """
         parent = self._find(request_id)
         produced = [] if from_prompt else list(parent.transcript.token_ids)
-        name = self.submit(parent.request.prompt, params, priority=parent.priority, namespace=parent.namespace)
+        name = self.submit(
+            parent.request.prompt,
+            params,
+            priority=parent.priority,
+            namespace=parent.namespace,
+            allowed_tokens=parent.allowed_tokens,
+        )
         child = self._seqs[name]
         child.transcript.token_ids.extend(produced)
         child.transcript.logprobs.extend(parent.transcript.logprobs[: len(produced)])
@@ -240,7 +252,11 @@ class Engine:
         return len(self._seqs)
 
     def step(self) -> list[Update]:
-        """Dispatches one pass, and hands out the news that have come in since the last call."""
+        """Dispatches one pass, and hands out the news that have come in since the last call.
+
+        Raises:
+          ValueError: an `allowed_tokens` returned no mask; names the request. The others go on once that is aborted.
+        """
         start, waited = time.perf_counter(), self._stats.wait_seconds
         self._advance()
         self._count(host_seconds=time.perf_counter() - start - (self._stats.wait_seconds - waited))
@@ -248,15 +264,15 @@ class Engine:
         return news
 
     def _advance(self) -> None:
+        self._constrain()
         self._admit()
         plan = self._scheduler.plan()
         while plan is None and self._scheduler.short_of_blocks:
-            # Results may end sequences, and only what is known can give way.
+            # Results may end sequences, and only what is known can give way. Nobody is admitted here: it would take what was given up.
             if self._under_way:
                 self._collect()
             else:
                 self._give_way()
-            self._admit()
             plan = self._scheduler.plan()
         if plan is not None:
             mixed = isinstance(plan, MixedPlan)
@@ -265,8 +281,8 @@ class Engine:
             self._under_way.append(_Dispatched(made, plan.pieces, mixed))
         elif not self._under_way and (too_large := self._scheduler.next_waiting()) is not None:
             self._end(too_large, "out_of_blocks")  # nothing runs, and what the index keeps is pinned
-        # One pass may be under way while the host prepares the next; not so where the next depends on who ends in this one.
-        ahead = 1 if plan is not None and not self._scheduler.waiting else 0
+        # One pass may be under way while the host prepares the next; not so where the next depends on who ends in this one, or on its tokens.
+        ahead = 1 if plan is not None and not self._scheduler.waiting and not self._constrained() else 0
         while len(self._under_way) > ahead:
             self._collect()
 
@@ -281,6 +297,23 @@ class Engine:
             seq.decoding = left == 1
             computed_before = min(seq.computed, len(request.prompt))
             self._count(hit_tokens=computed_before, prompt_tokens=len(request.prompt) - computed_before)
+            self._constrain()
+
+    def _constrained(self) -> list[Seq]:
+        return [seq for seq in self._scheduler.running if seq.allowed_tokens is not None]
+
+    def _constrain(self) -> None:
+        """Tells the device what constrained sequences may choose next, and ends those that may choose nothing."""
+        for seq in self._constrained():
+            produced = len(seq.transcript.token_ids)
+            if seq.allowed_tokens is None or seq.allowed_known == produced:
+                continue
+            words = next_words(seq.allowed_tokens, seq.transcript, self._device.model.config.vocab_size)
+            if words is None:
+                self._end(seq, "no_allowed_token")
+            else:
+                self._device.set_allowed(seq.its_row, words)
+                seq.allowed_known = produced
 
     def _give_way(self) -> None:
         victim = self._scheduler.victim()

@@ -89,7 +89,7 @@ def decode_rows(
     some = _first(state, num_rows)
     size = state.cache.block_size
     end, decoded, _ = decode.decode_loop(model, some, num_steps, limit, until_end, num_logprobs=num_logprobs, implementation=implementation)
-    columns = some.cache.table.lengths[:, None] // size + jnp.arange(-(-num_steps // size) + 1)
+    columns = some.cache.table.lengths[:, None] // size + jnp.arange(-(-num_steps // size) + 1)[None]
     blocks = jnp.take_along_axis(end.cache.table.blocks, columns, axis=1, mode="fill", fill_value=0)
     return _with_first(state, end), Made(decoded, end.num_produced - some.num_produced, end.finish, blocks, None)
 

@@ -154,7 +154,9 @@ class Scheduler:
         return True
 
     def _plan_round(self, seqs: list[Seq]) -> RoundPlan | None:
-        limit = min(self.sizes.steps, max(seq.steps_left for seq in seqs))
+        # What a constrained sequence may choose depends on the token before.
+        steps = 1 if any(seq.allowed_tokens is not None for seq in seqs) else self.sizes.steps
+        limit = min(steps, max(seq.steps_left for seq in seqs))
         while limit and not self._promise(seqs, limit):
             limit //= 2
         if not limit:
