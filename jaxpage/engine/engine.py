@@ -281,7 +281,7 @@ class Engine:
             self._under_way.append(_Dispatched(made, plan.pieces, mixed))
         elif not self._under_way and (too_large := self._scheduler.next_waiting()) is not None:
             self._end(too_large, "out_of_blocks")  # nothing runs, and what the index keeps is pinned
-        # One pass may be under way while the host prepares the next; not so where the next depends on who ends in this one, or on its tokens.
+        # One pass may be under way while the host prepares the next; not so where that depends on who ends in this one, or on its tokens.
         ahead = 1 if plan is not None and not self._scheduler.waiting and not self._constrained() else 0
         while len(self._under_way) > ahead:
             self._collect()
