@@ -17,7 +17,7 @@ from jaxpage.engine.passes import Batch, Made
 from jaxpage.engine.swap import Swapped, swap_in, swap_out
 from jaxpage.kv_cache import KVCache, attach, fork, init_cache, release, reserve, truncate
 from jaxpage.model import CausalModel
-from jaxpage.programs import Programs
+from jaxpage.programs import Call, Programs
 from jaxpage.sampler_arrays import Features, build_sampler
 from jaxpage.sampling import Sampler
 from jaxpage.sampling_params import SamplingParams
@@ -39,6 +39,7 @@ class Device:
       steps_per_round: most decode steps of one call.
       backend: of the cache's layout, see `init_cache`.
       implementation: see `jaxpage.paged_attention`.
+      programs: where compiled programs are kept.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Device:
         steps_per_round: int,
         backend: str | None,
         implementation: str | None,
+        programs: Programs,
     ):
         self.model = model
         self.config = config
@@ -57,7 +59,7 @@ class Device:
         self.eos_ids = tuple(eos_ids)
         self.steps_per_round = steps_per_round
         self.implementation = implementation
-        self.programs = Programs()
+        self.programs = programs
         rows = jnp.zeros(config.max_seqs, jnp.int32)
         sampler = self._sampler([], [], [], config.max_seqs, [])
         self.state = decode.init_state(init_cache(config, backend), sampler, rows, rows > 0)
@@ -76,25 +78,46 @@ class Device:
 
     def run_mixed(self, batch: Batch) -> Made:
         """See `passes.mixed_pass`."""
-        options = {"num_logprobs": self.features.num_logprobs, "implementation": self.implementation}
-        self.state, made = self.programs.run(passes.mixed_pass, self.model, self.state, batch, donate=(1,), **options)
+        self.state, made = self.programs.run_call(self._mixed_call(batch))
         return made
 
     def run_decode(self, num_rows: int, limit: int, until_end: bool) -> Made:
         """See `passes.decode_rows`."""
-        self.state, made = self.programs.run(
-            passes.decode_rows,
-            self.model,
-            self.state,
-            np.int32(limit),
-            np.bool_(until_end),
-            donate=(1,),
-            num_rows=num_rows,
-            num_steps=self.steps_per_round,
-            num_logprobs=self.features.num_logprobs,
-            implementation=self.implementation,
-        )
+        self.state, made = self.programs.run_call(self._decode_call(num_rows, limit, until_end))
         return made
+
+    def _mixed_call(self, batch: Batch) -> Call:
+        options = {"num_logprobs": self.features.num_logprobs, "implementation": self.implementation}
+        return Call(passes.mixed_pass, (self.model, self.state, batch), (1,), options)
+
+    def _decode_call(self, num_rows: int, limit: int, until_end: bool) -> Call:
+        options = {
+            "num_rows": num_rows,
+            "num_steps": self.steps_per_round,
+            "num_logprobs": self.features.num_logprobs,
+            "implementation": self.implementation,
+        }
+        return Call(passes.decode_rows, (self.model, self.state, np.int32(limit), np.bool_(until_end)), (1,), options)
+
+    def warm_up(self, token_buckets: Sequence[int], row_buckets: Sequence[int], swaps: bool) -> None:
+        """Compiles every program that a pass of these sizes, or a change between passes, needs."""
+        starts, none = jnp.zeros(self.config.max_seqs + 1, jnp.int32), jnp.zeros(self.config.max_seqs, bool)
+        empty = [jnp.full(size, -1, jnp.int32) for size in token_buckets]
+        calls = [self._mixed_call(Batch(tokens, starts, none, none, tokens)) for tokens in empty]
+        self.programs.prepare([*calls, *(self._decode_call(rows, 0, False) for rows in row_buckets)])
+        # The small ones run, on a row that is not there and on the null block.
+        nowhere = self.config.max_seqs
+        self.place(nowhere, SamplingParams(), 1, [], [], -1)
+        self.hold([0])
+        self.drop([0])
+        self.attach(nowhere, [], 0)
+        self.fork(nowhere, nowhere, 0)
+        self.release([])
+        if self.features.constrained:
+            self.set_allowed(nowhere, np.zeros(-(-self.model.config.vocab_size // 32), np.uint32))
+        if swaps:
+            for size in SWAP_BUCKETS[: SWAP_BUCKETS.index(bucket(self.config.max_blocks_per_seq, SWAP_BUCKETS)) + 1]:
+                self.swap_in(0, self.swap_out([0] * size, 0))
 
     def place(self, row: int, params: SamplingParams, max_tokens: int, prompt: Sequence[int], produced: Sequence[int], token: int) -> None:
         """Gives a row to a sequence that has produced some tokens before; `token` is the one to decode from, or -1."""
@@ -153,8 +176,8 @@ class Device:
         lengths = np.zeros(self.config.max_seqs, np.int32)
         lengths[row] = swapped.length
         cache, ok = self.programs.run(_reserve, self.state.cache, lengths, donate=(0,))
-        blocks = np.asarray(cache.table.blocks)[row, : swapped.num_blocks].tolist()
-        if not ok[row]:
+        blocks = np.asarray(cache.table.blocks)[row, : -(-swapped.length // self.config.block_size)].tolist()
+        if not np.asarray(ok)[row]:
             raise RuntimeError("the pool lacks blocks that the host's account has")
         self._set(cache._replace(storage=swap_in(self.programs, cache.storage, swapped, blocks)))
         return blocks

@@ -23,8 +23,10 @@ from jaxpage.engine.policy import find_scheduling
 from jaxpage.engine.scheduler import MixedPlan, Piece, Scheduler
 from jaxpage.engine.seq import Seq
 from jaxpage.generate import Update
+from jaxpage.inspect import Usage
 from jaxpage.model import CausalModel
 from jaxpage.prefix import PrefixIndex
+from jaxpage.programs import Programs
 from jaxpage.sampler_arrays import check_features
 from jaxpage.sampling_params import SamplingParams
 
@@ -91,6 +93,7 @@ class Engine:
         eos_ids: Sequence[int] = (),
         detokenize: Detokenize | None = None,
         index: PrefixIndex | None = None,
+        programs: Programs | None = None,
     ):
         """Allocates the cache; nothing is compiled yet (see `warmup`).
 
@@ -100,6 +103,7 @@ class Engine:
           eos_ids: token ids at which the model ends its text.
           detokenize: token ids -> text, for `Completion.text` and stop strings.
           index: a prefix index of one's own instead of the one that the options name.
+          programs: compiled programs, to be shared by engines: those of equal sizes then compile once.
 
         Raises:
           ValueError: an option is out of range, or the index has another block size.
@@ -122,7 +126,10 @@ class Engine:
         )
         self._max_length = length
         backend = None if options.implementation is None else backend_of(options.implementation)
-        self._device = Device(model, config, options.features, self._eos_ids, options.steps_per_round, backend, options.implementation)
+        self.programs = Programs() if programs is None else programs
+        self._device = Device(
+            model, config, options.features, self._eos_ids, options.steps_per_round, backend, options.implementation, self.programs
+        )
         if index is None and (kind := INDEXES[options.prefix_index]) is not None:
             index = kind(options.block_size, options.eviction)
         if index is not None and index.block_size != options.block_size:
@@ -214,16 +221,14 @@ class Engine:
 
         Raises:
           KeyError: there is no such request.
+          ValueError: see `submit`; or `max_tokens` leaves nothing to produce.
         """
         parent = self._find(request_id)
         produced = [] if from_prompt else list(parent.transcript.token_ids)
-        name = self.submit(
-            parent.request.prompt,
-            params,
-            priority=parent.priority,
-            namespace=parent.namespace,
-            allowed_tokens=parent.allowed_tokens,
-        )
+        if params.max_tokens <= len(produced):
+            raise ValueError(f"max_tokens must be above the {len(produced)} tokens that the fork begins with, got {params.max_tokens}")
+        prompt, constraint = parent.request.prompt, parent.allowed_tokens
+        name = self.submit(prompt, params, priority=parent.priority, namespace=parent.namespace, allowed_tokens=constraint)
         child = self._seqs[name]
         child.transcript.token_ids.extend(produced)
         child.transcript.logprobs.extend(parent.transcript.logprobs[: len(produced)])
@@ -245,6 +250,12 @@ class Engine:
         if request_id not in self._seqs:
             raise KeyError(f"no request {request_id!r} is waiting or running; it has ended or was never submitted")
         return self._seqs[request_id]
+
+    def warmup(self) -> None:
+        """Compiles all that any workload may need, so that nothing is compiled later (see `EngineOptions.buckets`)."""
+        sizes = self._scheduler.sizes
+        self._collect_all()
+        self._device.warm_up(sizes.tokens, sizes.rows, self.options.preemption == "swap")
 
     @property
     def unfinished(self) -> int:
@@ -355,9 +366,7 @@ class Engine:
             seq.bound -= piece.most - written
         seq.made_bound -= piece.most - count
         if written:
-            self._memory.learn_blocks(seq, first, blocks)
-            seq.length += written
-            seq.shared_tail = False
+            self._memory.learn(seq, blocks, written)
         tokens, scored = read_tokens(made.decoded, row, count, seq.request.params.logprobs)
         stopped = seq.transcript.extend(tokens, scored)
         new = seq.transcript.token_ids[len(seq.tokens) - len(seq.request.prompt) :]
@@ -406,7 +415,7 @@ class Engine:
             yield from mine
             if mine and mine[-1].completion is not None:
                 return
-            self._news = [*self._news, *self.step()]
+            self._news = self.step()
 
     def generate(
         self,
@@ -464,6 +473,15 @@ class Engine:
             blocks_cached=index.total if index is not None else 0,
             swapped_bytes=self._memory.swapped_bytes,
         )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that the pool holds."""
+        return self._device.config.pool_bytes
+
+    def usage(self) -> Usage:
+        """How full the pool is. What the index keeps is in use too."""
+        return self._memory.ledger.usage
 
     def _count(self, **more: float) -> None:
         self._stats = self._stats._replace(**{name: getattr(self._stats, name) + value for name, value in more.items()})

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxpage.engine.seq import Seq
+from jaxpage.inspect import Usage
 
 __all__ = ["BlockLedger"]
 
@@ -15,11 +16,16 @@ class BlockLedger:
     Args:
       num_blocks: blocks in the pool, the null block included.
       block_size: tokens a block holds.
+
+    Attributes:
+      refs: references of each block [N].
+      fill: tokens in each block [N]; means something where there are references.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
         self.block_size = block_size
         self.refs = np.zeros(num_blocks, np.int32)
+        self.fill = np.zeros(num_blocks, np.int32)
         self._used = 0
 
     @property
@@ -31,6 +37,11 @@ class BlockLedger:
     def used(self) -> int:
         """Blocks that somebody holds, as far as known."""
         return self._used
+
+    @property
+    def usage(self) -> Usage:
+        """Blocks and slots in use; a shared block counts once."""
+        return Usage(self._used, self.total, int(self.fill[self.refs > 0].sum()), self._used * self.block_size)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that so many tokens take."""

@@ -66,6 +66,8 @@ class Memory:
             return False
         seq.blocks = self._device.swap_in(row, swapped)
         self.ledger.hold(seq.blocks)
+        self.ledger.fill[seq.blocks] = self.ledger.block_size
+        self.ledger.fill[seq.blocks[-1]] -= -swapped.length % self.ledger.block_size
         self.swapped_bytes -= swapped.nbytes
         seq.swapped = None
         self._settle(seq, row, swapped.length)
@@ -112,8 +114,12 @@ class Memory:
     def _settle(self, seq: Seq, row: int, length: int) -> None:
         seq.row, seq.length, seq.computed, seq.bound = row, length, length, len(seq.tokens)
 
-    def learn_blocks(self, seq: Seq, first: int, blocks: Sequence[int]) -> None:
-        """Notes the blocks that a sequence has from column `first` on: new ones, or the copy of a shared one."""
+    def learn(self, seq: Seq, blocks: Sequence[int], written: int) -> None:
+        """Notes that a sequence has more tokens, and the blocks that they are in: new ones, or the copy of a shared one."""
+        size = self.ledger.block_size
+        first = seq.length // size
+        seq.length += written
+        seq.shared_tail = False
         for column, block in enumerate(blocks, first):
             if column == len(seq.blocks):
                 seq.blocks.append(block)
@@ -122,6 +128,7 @@ class Memory:
                 self.ledger.hold([block])
                 self.ledger.drop([seq.blocks[column]])
                 seq.blocks[column] = block
+            self.ledger.fill[block] = min(size, seq.length - column * size)
 
     def share(self, seq: Seq) -> None:
         """Offers a running sequence's full blocks to the index, and locks what the index has of it."""

@@ -21,7 +21,7 @@ class SchedulerSizes(NamedTuple):
       rows: the buckets of rows that decode together; the last is the most sequences that run.
       tokens: the buckets of tokens of a mixed pass; the last is the most.
       steps: most decode steps of a round.
-      spare_blocks: blocks that an admission leaves free for those that run.
+      spare_blocks: blocks that an admission leaves free for those that run, besides one for each of them.
       max_passed_over: how often a waiting sequence may be passed over.
     """
 
@@ -81,7 +81,8 @@ class Scheduler:
         seq = self.next_waiting()
         if seq is None or not self._free_rows:
             return None
-        row, spare = min(self._free_rows), self.sizes.spare_blocks if self.running else 0
+        # Each of those that run may need a block next; what is admitted would be the first to give it up again.
+        row, spare = min(self._free_rows), self.sizes.spare_blocks + len(self.running) if self.running else 0
         parent, seq.parent = seq.parent, None
         if parent is not None and parent.row is not None:
             started = self.memory.fork(parent, seq, row, self.running, spare)

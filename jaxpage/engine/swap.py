@@ -20,13 +20,11 @@ class Swapped(NamedTuple):
     """Blocks of one sequence in host memory.
 
     Attributes:
-      layers: the storage of each layer, cut down to the blocks and padded to a bucket.
-      num_blocks: how many blocks are real.
+      layers: the storage of each layer, cut down to the blocks that hold the tokens and padded to a bucket.
       length: tokens in them.
     """
 
     layers: Layers
-    num_blocks: int
     length: int
 
     @property
@@ -37,19 +35,18 @@ class Swapped(NamedTuple):
 
 def swap_out(programs: Programs, storage: Layers, blocks: list[int], length: int) -> Swapped:
     """Copies blocks to the host."""
-    layers = programs.run(_read, storage, _padded(blocks))
-    return Swapped(jax.device_get(layers), len(blocks), length)
+    layers = programs.run(_read, storage, _padded(blocks, bucket(len(blocks), SWAP_BUCKETS)))
+    return Swapped(jax.device_get(layers), length)
 
 
 def swap_in(programs: Programs, storage: Layers, swapped: Swapped, blocks: list[int]) -> Layers:
     """Copies what was swapped out into as many blocks. The storage is donated."""
-    return programs.run(_write, storage, jax.tree.map(jnp.asarray, swapped.layers), _padded(blocks), donate=(0,))
+    num_blocks = jax.tree.leaves(swapped.layers)[0].shape[0]
+    return programs.run(_write, storage, jax.tree.map(jnp.asarray, swapped.layers), _padded(blocks, num_blocks), donate=(0,))
 
 
-def _padded(blocks: list[int]) -> Int[Array, " n"]:
-    ids = np.zeros(bucket(len(blocks), SWAP_BUCKETS), np.int32)
-    ids[: len(blocks)] = blocks
-    return jnp.asarray(ids)
+def _padded(blocks: list[int], count: int) -> Int[Array, " n"]:
+    return jnp.asarray(np.pad(np.asarray(blocks, np.int32), (0, count - len(blocks))))
 
 
 def _read(storage: Layers, blocks: Int[Array, " n"]) -> Layers:
