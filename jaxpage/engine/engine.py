@@ -2,8 +2,11 @@
 
 import collections
 import dataclasses
+import os
 import time
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -21,6 +24,7 @@ from jaxpage.engine.memory import Memory
 from jaxpage.engine.options import INDEXES, EngineOptions
 from jaxpage.engine.passes import Made
 from jaxpage.engine.policy import find_scheduling
+from jaxpage.engine.save import check_same, load_engine, read_host, save_engine
 from jaxpage.engine.scheduler import MixedPlan, Piece, Scheduler
 from jaxpage.engine.seq import Seq
 from jaxpage.generate import Update
@@ -472,6 +476,59 @@ class Engine:
         self._collect_all()
         self._memory.forget(self._seqs.values())
         self._device.model = with_drafts(model, self._draft_model, self.options.speculation)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes pool, tables, index and requests to a folder; the engine goes on, and so does what is restored from there.
+
+        It waits for what is under way first. A save that fails or is killed leaves the one before as it was. The folder holds all
+        prompts and the secret of a hash index, but no weights.
+
+        Args:
+          path: the folder; what was saved there before is replaced at the end.
+
+        Raises:
+          ValueError: the index is of a class of one's own.
+        """
+        self._collect_all()
+        self._memory.check_attached()
+        save_engine(self, Path(path))
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | os.PathLike[str],
+        model: CausalModel,
+        options: EngineOptions,
+        *,
+        allowed_tokens: Mapping[int, AllowedTokens] = types.MappingProxyType({}),
+        eos_ids: Sequence[int] = (),
+        detokenize: Detokenize | None = None,
+        index: PrefixIndex | None = None,
+        programs: Programs | None = None,
+        draft_model: CausalModel | None = None,
+    ) -> "Engine":
+        """An engine that goes on where a saved one was: each request gets the tokens that it would have got.
+
+        Args:
+          path: the folder.
+          model: with the weights of the saved engine's, which are not in the folder.
+          options: those of the saved engine.
+          allowed_tokens: by its name, the function of each request that had one.
+          eos_ids: those of the saved engine.
+          detokenize: see `Engine`.
+          index: an empty index, where the saved engine was given one of its own.
+          programs: see `Engine`.
+          draft_model: the saved engine's.
+
+        Raises:
+          FileNotFoundError: there is no saved engine.
+          ValueError: it is broken, or differs; says in what.
+        """
+        host = read_host(Path(path))
+        check_same(host, model.config, options, eos_ids)
+        engine = cls(model, options, eos_ids=eos_ids, detokenize=detokenize, index=index, programs=programs, draft_model=draft_model)
+        load_engine(engine, Path(path), host, allowed_tokens)
+        return engine
 
     def stats(self) -> EngineStats:
         """What the engine is doing and has done."""
