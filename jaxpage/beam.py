@@ -102,7 +102,7 @@ def beam_search(
       NotImplementedError: there is no such attention implementation, or it cannot run the cache.
     """
     sizes = model.config
-    _check(width, num_return, length_penalty, early_stopping, eos_ids, sizes)
+    _check({"width": width, "num_return": num_return, "block_size": block_size}, length_penalty, early_stopping, eos_ids, sizes)
     request = check_requests([prompt], SamplingParams(max_tokens=max_tokens), sizes)[0]
     programs = Programs() if programs is None else programs
     config = beam_cache_config(sizes, len(request.prompt), width, request.max_tokens, block_size, cache_dtype)
@@ -134,10 +134,11 @@ def beam_search(
     ]
 
 
-def _check(width: int, num_return: int, length_penalty: float, early_stopping: bool, eos_ids: Sequence[int], sizes: ModelSizes) -> None:
-    for name, value, high in (("width", width, SEQ_BUCKETS[-1]), ("num_return", num_return, width)):
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
-            raise ValueError(f"{name} must be an integer from 1 to {high}, got {value!r}")
+def _check(counts: dict[str, int], length_penalty: float, early_stopping: bool, eos_ids: Sequence[int], sizes: ModelSizes) -> None:
+    most = {"width": SEQ_BUCKETS[-1], "num_return": counts["width"], "block_size": 2**31 - 1}
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most[name]:
+            raise ValueError(f"{name} must be an integer from 1 to {most[name]}, got {value!r}")
     if not isinstance(length_penalty, int | float) or not math.isfinite(length_penalty):
         raise ValueError(f"length_penalty must be a finite number, got {length_penalty!r}")
     if not isinstance(early_stopping, bool):

@@ -10,12 +10,10 @@ import pytest
 import jaxpage
 from jaxpage.beam import beam_cache_config, beam_loop, beam_search
 from jaxpage.programs import Programs
-from jaxpage.sampling_params import SamplingParams
 
 PROGRAMS = Programs()  # shared by all tests, so that each shape is compiled once
 MAX_TOKENS = 7
 PROMPTS = [np.random.default_rng(length).integers(97, size=length).tolist() for length in (1, 4, 9)]
-EOS = (11, 40)
 uncached = jax.jit(lambda model, tokens: model(tokens))
 
 
@@ -65,10 +63,22 @@ def plain_beam_search(next_logprobs, prompt, width, length_penalty, early_stoppi
     return sorted(done, key=lambda each: -each[2])[:width]
 
 
-@pytest.mark.parametrize(("width", "block_size"), [(1, 4), (3, 1), (4, 4), (5, 16)])
-def test_the_hypotheses_are_those_of_a_plain_search(model, next_logprobs, width, block_size):
+@pytest.fixture(scope="module")
+def eos_ids(next_logprobs):
+    """Two tokens that beams come upon."""
+    early = plain_beam_search(next_logprobs, PROMPTS[1], 1, 1.0, False, ())[0][0][2]
+    late = plain_beam_search(next_logprobs, PROMPTS[2], 4, 1.0, False, ())[0][0][4]
+    assert early != late
+    return early, late
+
+
+@pytest.mark.parametrize(
+    ("width", "block_size", "prompts"),
+    [(1, 4, PROMPTS[2:]), (4, 1, PROMPTS[2:]), (4, 4, PROMPTS), (4, 16, PROMPTS[2:]), (3, 4, PROMPTS[1:2])],
+)
+def test_the_hypotheses_are_those_of_a_plain_search(model, next_logprobs, eos_ids, width, block_size, prompts):
     reasons = set()
-    for prompt, penalty, early in itertools.product(PROMPTS, (-0.5, 0.0, 1.0, 2.0), (False, True)):
+    for prompt, penalty, early in itertools.product(prompts, (-0.5, 0.0, 1.0, 2.0), (False, True)):
         found = beam_search(
             model,
             prompt,
@@ -77,26 +87,20 @@ def test_the_hypotheses_are_those_of_a_plain_search(model, next_logprobs, width,
             length_penalty=penalty,
             early_stopping=early,
             num_return=width,
-            eos_ids=EOS,
+            eos_ids=eos_ids,
             block_size=block_size,
             programs=PROGRAMS,
         )
-        wanted = plain_beam_search(next_logprobs, prompt, width, penalty, early, EOS)
+        wanted = plain_beam_search(next_logprobs, prompt, width, penalty, early, eos_ids)
         assert [each.token_ids for each in found] == [text for text, *_ in wanted]
         np.testing.assert_allclose([each.logprob for each in found], [each[1] for each in wanted], rtol=1e-4)
         np.testing.assert_allclose([each.score for each in found], [each[2] for each in wanted], rtol=1e-4)
         assert [each.finish_reason for each in found] == ["stop" if each[3] else "length" for each in wanted]
         reasons |= {each.finish_reason for each in found}
-    assert reasons == {"stop", "length"}
+    assert reasons == {"stop", "length"} or width == 1
 
 
-def test_a_beam_of_one_row_without_ends_is_greedy_decoding(model):
-    (done,) = jaxpage.generate(model, [PROMPTS[2]], SamplingParams(max_tokens=MAX_TOKENS))
-    (found,) = beam_search(model, PROMPTS[2], width=1, max_tokens=MAX_TOKENS, block_size=4, programs=PROGRAMS)
-    assert found.token_ids == done.token_ids
-
-
-def test_fewer_are_returned_where_fewer_are_asked_for_and_the_context_ends_them(model, next_logprobs):
+def test_fewer_are_returned_where_fewer_are_asked_for_and_the_context_ends_them(model):
     prompt = [token % 97 for token in range(255)]
     found = beam_search(model, prompt, width=3, max_tokens=50, num_return=2, programs=PROGRAMS)
     assert [len(each.token_ids) for each in found] == [2, 2]
@@ -104,7 +108,7 @@ def test_fewer_are_returned_where_fewer_are_asked_for_and_the_context_ends_them(
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_every_block_is_free_afterwards_and_no_row_ran_short(model, block_size):
+def test_every_block_is_free_afterwards_and_no_row_ran_short(model, eos_ids, block_size):
     """The pool has just the blocks that the search may need, shuffled, and what is unwritten is NaN."""
     prompt, width = PROMPTS[2], 4
     config = beam_cache_config(model.config, len(prompt), width, MAX_TOKENS, block_size, "float32")
@@ -117,12 +121,14 @@ def test_every_block_is_free_afterwards_and_no_row_ran_short(model, block_size):
     assert ok.all()
     tokens = jnp.asarray(prompt[:-1], jnp.int32)
     starts = jnp.array([0, *[len(prompt) - 1] * width])
-    cache, _ = jaxpage.prefill(model, cache, tokens, cache.table.lengths, starts)
-    arguments = (np.int32(prompt[-1]), np.asarray(EOS, np.int32), np.float32(1), np.bool_(False))
+    cache, _ = jax.jit(jaxpage.prefill)(model, cache, tokens, cache.table.lengths, starts)
+    arguments = (np.int32(prompt[-1]), np.asarray(eos_ids, np.int32), np.float32(1), np.bool_(False))
     cache, finished = PROGRAMS.run(beam_loop, model, cache, *arguments, max_tokens=MAX_TOKENS)
     jaxpage.check_cache(cache)
     assert int(cache.pool.num_free) == config.num_blocks - 1
-    found = beam_search(model, prompt, width=width, max_tokens=MAX_TOKENS, num_return=width, eos_ids=EOS, block_size=4, programs=PROGRAMS)
+    found = beam_search(
+        model, prompt, width=width, max_tokens=MAX_TOKENS, num_return=width, eos_ids=eos_ids, block_size=4, programs=PROGRAMS
+    )
     assert [tuple(row[:count]) for row, count in zip(finished.tokens.tolist(), finished.counts, strict=True)] == [
         each.token_ids for each in found
     ]
@@ -139,7 +145,7 @@ def test_every_block_is_free_afterwards_and_no_row_ran_short(model, block_size):
         ({"eos_ids": (97,)}, "token id 97 in eos_ids is outside the vocabulary of 97"),
         ({"max_tokens": 0}, "max_tokens must be an integer from 1"),
         ({"prompt": []}, "prompt 0 is empty"),
-        ({"block_size": 0}, "block_size must be"),
+        ({"block_size": 0}, "block_size must be an integer from 1 to 2147483647, got 0"),
     ],
 )
 def test_what_cannot_run_is_refused(model, options, message):
