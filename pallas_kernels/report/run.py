@@ -1,7 +1,8 @@
-"""Runs the report's cases in worker processes, for the compiler reads its flags once a process and may take its process down."""
+"""Runs the report's cases in worker processes, for a compiler is set to its target once a process and may take its process down."""
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
 import subprocess
@@ -11,20 +12,27 @@ from collections.abc import Iterable, Iterator
 
 from pallas_kernels.report.cases import Case
 from pallas_kernels.report.row import Row, refused_row
-from pallas_kernels.targets import compile_environment, require_libtpu
+from pallas_kernels.targets import compile_environment, require_compiler, target_named
 
 __all__ = ["run_cases"]
 
 
 def run_cases(cases: Iterable[Case]) -> Iterator[Row]:
-    """Compiles cases one after another and yields the row of each as it is there.
+    """Compiles cases one after another, each target in a process of its own, and yields the row of each as it is there.
 
     A case that ends the compiler's process gets a row that says so, and the next one gets a new process.
 
     Raises:
-      NotImplementedError: libtpu is not installed.
+      NotImplementedError: the compiler of a target is not installed.
     """
-    require_libtpu()
+    by_target = [(target, list(some)) for target, some in itertools.groupby(cases, lambda case: case.target)]
+    for target, _ in by_target:
+        require_compiler(target_named(target))
+    for _, some in by_target:
+        yield from _run_target(some)
+
+
+def _run_target(cases: Iterable[Case]) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="jaxpage-kernels-") as folder, contextlib.ExitStack() as stack:
         worker: subprocess.Popen[str] | None = None
         for case in cases:
