@@ -26,7 +26,6 @@ __all__ = ["CONTENDERS", "DRY_POINTS", "POINTS", "Point", "decode_rows", "lower_
 
 _DTYPE = "bfloat16"
 _LAYER_BYTES = 256 * 2**20  # of all layers together: more than the caches of any GPU hold
-_MOST_LAYERS = 16
 _MEMORY_SHARE = 0.8
 _THREADS = 8  # that compile
 
@@ -41,6 +40,7 @@ class Point(NamedTuple):
     batch: int
     context: int
     block_size: int
+    most_layers: int = 16
 
     @property
     def layer_bytes(self) -> int:
@@ -50,7 +50,7 @@ class Point(NamedTuple):
     @property
     def num_layers(self) -> int:
         """Layers of a program."""
-        return min(max(-(-_LAYER_BYTES // self.layer_bytes), 1), _MOST_LAYERS)
+        return min(max(-(-_LAYER_BYTES // self.layer_bytes), 1), self.most_layers)
 
 
 _SHAPES = (("llama-3-8b", 32, 8, 128), ("llama-3-70b/8", 8, 1, 128))
@@ -59,7 +59,7 @@ POINTS = tuple(
     for block_size, shape, context, batch in itertools.product((16, 64), _SHAPES, (8192, 32768, 1024), (16, 64, 256, 1))
 )
 """What is measured on a device, the most telling first, for time may run out."""
-DRY_POINTS = (Point("tiny", 2, 1, 64, 2, 64, 16),)
+DRY_POINTS = (Point("tiny", 2, 1, 64, 2, 64, 16, most_layers=2),)
 """What is run in the interpreters."""
 
 

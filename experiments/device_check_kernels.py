@@ -125,7 +125,8 @@ def build(case: Case, seed: int) -> Problem:
             pool[table[seq, token // case.block_size], token % case.block_size] = rows[starts[seq] : starts[seq] + count]
         after.append(pool)
         new.append(rows)
-    storage = layout.pack(*(jnp.asarray(pool) for pool in before), "gpu", case.dtype, case.scaled)
+    keys, values = map(jnp.asarray, before)
+    storage = layout.pack(keys, values, "gpu", case.dtype, case.scaled)
     heads = case.kv_heads * case.group
     q = jnp.asarray(draw(num_rows, heads, case.head_dim))  # in float32, so that the result is not rounded
     options = {"scale": case.head_dim**-0.5, "window": case.window, "soft_cap": case.soft_cap}
@@ -183,10 +184,10 @@ def check_case(name: str, case: Case, seed: int) -> dict[str, Any]:
     except (ValueError, jax.errors.JaxRuntimeError):  # a kernel that does not compile or run; the others still count
         return row | {"state": "failed", "reason": " ".join(traceback.format_exc().split())[-400:]}
     expected = oracle(problem)
-    error = float(np.abs(np.asarray(out, np.float64) - expected).max() / np.abs(expected).max())
+    off = float(np.abs(np.asarray(out, np.float64) - expected).max() / np.abs(expected).max())
     stored = all(map(_same, layout.unpack(storage), (problem.keys, problem.values))) if not case.scaled else True
-    right = error <= row["tolerance"] and stored  # NaN is not
-    return row | {"error": error, "state": "right" if right else "wrong", "reason": None if stored else "the pool is not as it should be"}
+    right = off <= row["tolerance"] and stored  # NaN is not
+    return row | {"error": off, "state": "right" if right else "wrong", "reason": None if stored else "the pool is not as it should be"}
 
 
 def _same(after: jax.Array, expected: np.ndarray) -> bool:

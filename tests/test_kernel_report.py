@@ -24,7 +24,7 @@ PROGRAM = TpuProgram("kernel", tokens=1024, chunk=Chunk(64, 1024))
 
 
 def build(**changes):
-    return Build(**{"function": abs, "arguments": (), "stored_bytes": 4096, **changes})
+    return Build(**{"function": abs, "arguments": (), "stored_bytes": 4096, "matrix_flops": 32768, **changes})
 
 
 def row_of(compute=1400, mxu=100, copy_start=136, **changes):
@@ -95,7 +95,7 @@ def test_a_kernel_that_moves_data_has_no_flops():
 def test_markdown_names_rates_rows_and_reasons():
     pytest.importorskip("libtpu")
     text = markdown([row_of(), refused_row(dataclasses.replace(CASE, target="v4"), "too small")])
-    assert "- v6e (v6e:2x2), one core: clock 1.75 GHz (assumed), HBM 1638 GB/s" in text
+    assert "- v6e, one core at 1.75 GHz (assumed): HBM 1638 GB/s, bfloat16 918.0 TFLOP/s, 524288 FLOPs a cycle" in text
     assert "| ragged_attention decode | v6e | llama-3-8b | 16 | bfloat16 | 1.0 | 1.0 | 0.0 | 1400 | 100 | 136 | 20 | 1024 | 1.50 |" in text
     assert text.endswith("- ragged_attention decode, llama-3-8b, block 16, bfloat16: too small (v4)\n")
 
@@ -128,7 +128,7 @@ def test_resources_are_read_off_the_dump(tmp_path):
 def test_a_gpu_row_takes_the_hungriest_kernel_and_the_data_sheets_rates(tmp_path):
     dump(tmp_path)
     dump(tmp_path, "anonymous_2", registers=40, spills=(4, 4), shared=1000)
-    row = read_gpu(GPU_CASE, GPU_SETTING, build(matrix_flops=32768), tmp_path)
+    row = read_gpu(GPU_CASE, GPU_SETTING, build(), tmp_path)
     assert (row.registers, row.spill_bytes, row.shared_bytes, row.occupancy) == (100, 8, 99000, 2 * 128 / 2048)
     assert row.bytes_per_token == 4096 and row.flops_per_token == 4 * 32 * 128
     assert row.dma_cycles_per_token / row_clock(row) == pytest.approx(4096 / 3350e9)
@@ -156,7 +156,7 @@ def test_a_write_by_xla_has_bytes_and_no_kernel(tmp_path):
 def test_markdown_has_a_section_for_gpus_that_says_that_nothing_ran(tmp_path):
     pytest.importorskip("jax_cuda13_plugin")
     dump(tmp_path)
-    row = read_gpu(GPU_CASE, GPU_SETTING, build(matrix_flops=32768), tmp_path)
+    row = read_gpu(GPU_CASE, GPU_SETTING, build(), tmp_path)
     refused = [refused_row(dataclasses.replace(CASE, target=name), "too large") for name in ("a100", "l4")]
     text = markdown([row, *refused])
     assert "Nothing here has run on a device" in text and "TPU" not in text

@@ -51,13 +51,7 @@ class GpuTarget(Target):
     memory_bytes: int
 
     platform: ClassVar[str] = "gpu"
-    packages: ClassVar[tuple[str, ...]] = (
-        "jax-cuda13-plugin",
-        "jax-cuda13-pjrt",
-        "nvidia-cuda-nvcc",  # ptxas
-        "nvidia-nvvm",  # the device's mathematical functions
-        "nvidia-nvshmem-cu13",
-    )
+    packages: ClassVar[tuple[str, ...]] = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
 
     @property
     def matrix_flops(self) -> int:
