@@ -10,7 +10,11 @@ from pallas_kernels.targets import TARGETS, require_compiler
 
 pytestmark = pytest.mark.slow
 
-DECODE = ("h100", "b200", "rtx-pro-6000")
+DECODE = {
+    "h100": ("smollm2-135m", "llama-3-8b", "llama-3-70b/8"),
+    "b200": ("smollm2-135m", "llama-3-8b", "llama-3-70b/8"),
+    "rtx-pro-6000": ("smollm2-135m",),
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,7 +27,7 @@ def compiler():
 
 @pytest.mark.parametrize("target", DECODE)
 def test_decode_compiles_without_spills(target):
-    cases = [Case("ragged_attention decode", target, shape, 16, "bfloat16") for shape in ("smollm2-135m", "llama-3-8b", "llama-3-70b/8")]
+    cases = [Case("ragged_attention decode", target, shape, 16, "bfloat16") for shape in DECODE[target]]
     for case, row in zip(cases, run_cases(cases), strict=True):
         assert row.compiled and row.reason is None, row
         assert row.spill_bytes == 0 and 0 < row.registers < 256, row

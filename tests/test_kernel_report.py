@@ -125,6 +125,10 @@ def test_resources_are_read_off_the_dump(tmp_path):
     assert read_gpu(GPU_CASE, GPU_SETTING, build(), tmp_path).reason.startswith("cannot read registers, spills")
 
 
+def test_a_kernel_that_was_not_dumped_is_not_taken_for_xlas(tmp_path):
+    assert read_gpu(GPU_CASE, GPU_SETTING, build(), tmp_path).reason == "no kernel was dumped"
+
+
 def test_a_gpu_row_takes_the_hungriest_kernel_and_the_data_sheets_rates(tmp_path):
     dump(tmp_path)
     dump(tmp_path, "anonymous_2", registers=40, spills=(4, 4), shared=1000)

@@ -91,9 +91,11 @@ def _panel(ax: Axes, target: Target, rows: list[Row], kernels: list[str]) -> Non
         height = max(y, height * (top / bottom) ** _LINE)  # names of points that lie close are moved apart
         ax.annotate(kernel, (x, height), (8, -3), color=styles[kernel][0], **_TEXT)
     for x in dict.fromkeys(x for _, _, x, _ in points):
-        names = ", ".join(dict.fromkeys(shape for _, shape, at, _ in points if at == x))
+        shapes = list(dict.fromkeys(shape for _, shape, at, _ in points if at == x))
+        names = ", ".join(shapes) if len(shapes) <= _NAMED else f"{len(shapes)} models"
         ax.annotate(names, (x, bottom), (0, 4), rotation=90, ha="center", **{**_TEXT, "fontsize": 6})
 
 
+_NAMED = 2  # more names at one place would run into the points
 _LINE = 0.045  # a line of text, as a share of a panel's height
 _TEXT: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8}

@@ -71,7 +71,8 @@ ptxas says, and the times are arithmetic with the data sheets' rates, not measur
   the share of a multiprocessor's threads that programs fill at once, by these three. A row without them is XLA's own, with no kernel.
 - temp: memory that the call needs besides its arguments and results. A write that copied the pool would show here.
 - B/token: bytes that are copied for one token of context, padding and scales included; for kv_write, that are stored. FLOPs/token: of
-  attention by the queries that a copied token meets, without padding.
+  attention by the queries that a copied token meets, without padding. A prefill copies a token again for each tile of 64 rows of query
+  heads; what the L2 cache has of it does not come from HBM, which this does not count.
 - HBM ns/token, compute ns/token: nanoseconds in which the whole chip moves those bytes, and multiplies (padding included), at the data
   sheet's rates. bound: the longer of the two. The rate of products is that of the newest instructions of a generation (wgmma, tcgen05);
   older ones that run on all of them reach less, and exponentials and softmax come on top.

@@ -37,7 +37,7 @@ def read_resources(folder: pathlib.Path) -> list[Resources]:
 
 
 def _read(ptxas: pathlib.Path, module: pathlib.Path) -> Resources:
-    said, launch = ptxas.read_text(errors="replace"), module.read_text(errors="replace")
+    said, launch = (path.read_text(errors="replace") if path.exists() else "" for path in (ptxas, module))
     registers, spills, shared, threads = _REGISTERS.search(said), _SPILLS.search(said), _SHARED.search(launch), _THREADS.search(launch)
     if registers is None or spills is None or shared is None or threads is None:
         raise ValueError(f"cannot read registers, spills, shared memory and threads off {ptxas.name} and {module.name}")
@@ -45,7 +45,7 @@ def _read(ptxas: pathlib.Path, module: pathlib.Path) -> Resources:
 
 
 def read_gpu(case: Case, setting: Setting, build: Build, folder: pathlib.Path) -> Row:
-    """The row of a compiled call, with what its hungriest kernel takes; a call without a kernel of ours is XLA's and has none of it.
+    """The row of a compiled call, with what its hungriest kernel takes. A write may be XLA's own, and has none of it then.
 
     Mosaic holds every kernel to the shared memory of a Hopper where it does not see the device, so that the target's own is checked here.
     """
@@ -55,6 +55,8 @@ def read_gpu(case: Case, setting: Setting, build: Build, folder: pathlib.Path) -
         kernels = read_resources(folder)
     except ValueError as error:
         return compiled_row(case, reason=str(error))
+    if build.queries and not kernels:
+        return compiled_row(case, reason="no kernel was dumped")
     available = target.architecture.shared_memory
     if (taken := max((kernel.shared_bytes for kernel in kernels), default=0)) > available:
         return refused_row(case, f"takes {taken} bytes of shared memory, and there are {available}")

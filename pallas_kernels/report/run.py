@@ -18,21 +18,23 @@ __all__ = ["run_cases"]
 
 
 def run_cases(cases: Iterable[Case]) -> Iterator[Row]:
-    """Compiles cases one after another, each target in a process of its own, and yields the row of each as it is there.
+    """Compiles cases one after another and yields the row of each as it is there.
 
-    A case that ends the compiler's process gets a row that says so, and the next one gets a new process.
+    Each setting has a process of its own: the CUDA plugin keeps the first target that it is told of, and a kernel that it has compiled
+    before, for a model that has it too, is not compiled and dumped again. A case that ends the compiler's process gets a row that says so,
+    and the next one gets a new process.
 
     Raises:
       NotImplementedError: the compiler of a target is not installed.
     """
-    by_target = [(target, list(some)) for target, some in itertools.groupby(cases, lambda case: case.target)]
-    for target, _ in by_target:
+    cases = list(cases)
+    for target in dict.fromkeys(case.target for case in cases):
         require_compiler(target_named(target))
-    for _, some in by_target:
-        yield from _run_target(some)
+    for _, some in itertools.groupby(cases, lambda case: dataclasses.replace(case, kernel="")):
+        yield from _run_setting(some)
 
 
-def _run_target(cases: Iterable[Case]) -> Iterator[Row]:
+def _run_setting(cases: Iterable[Case]) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="jaxpage-kernels-") as folder, contextlib.ExitStack() as stack:
         worker: subprocess.Popen[str] | None = None
         for case in cases:

@@ -34,6 +34,7 @@ def compile_environment(dump: pathlib.Path | None = None) -> dict[str, str]:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "JAX_TRACEBACK_FILTERING": "off",  # the last line that a process says is then its error
     }
     if dump is not None:
         flags = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
