@@ -103,7 +103,7 @@ def summary(found: dict[str, Any]) -> str:
     lines: dict[tuple[Any, ...], dict[str, str]] = {}
     for row in rows:
         line = lines.setdefault((row["shape"], row["batch"], row["context"]), {})
-        line[_column(row)] = "-" if row["share"] is None else f"{row['share']:.0%}"
+        line[_column(row)] = "-" if row["share"] is None else f"{row['share']:.0%}{'*' if row['cached'] else ''}"
     states = [check["state"] for check in found["checks"]]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     header = ["shape", "batch", "context", *columns]
@@ -112,7 +112,7 @@ def summary(found: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{found['device']}, jax {found['jax']}: kernels: {counts}; a copy moves {found['copy_bytes_per_second'] / 1e9:.0f} GB/s.",
-            "Decode, bytes of keys and values a second as a share of that:",
+            "Decode, bytes of keys and values a second as a share of that (* caches may have helped):",
             *("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table),
         ]
     )

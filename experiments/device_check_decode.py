@@ -52,6 +52,11 @@ class Point(NamedTuple):
         """Layers of a program."""
         return min(max(-(-_LAYER_BYTES // self.layer_bytes), 1), self.most_layers)
 
+    @property
+    def cached(self) -> bool:
+        """Whether a device's caches may hold some of what a program reads, from its last call."""
+        return self.num_layers * self.layer_bytes < _LAYER_BYTES
+
 
 _SHAPES = (("llama-3-8b", 32, 8, 128), ("llama-3-70b/8", 8, 1, 128))
 POINTS = tuple(
@@ -160,7 +165,7 @@ def decode_rows(points: Sequence[Point], copy: float, deadline: float, seed: int
                 seconds.append(measure_point(point, CONTENDERS[name], program.result(), deadline, seed))
             except _REFUSALS as error:
                 reasons.append(" ".join(str(error).split())[:300] or type(error).__name__)
-        row = {**point._asdict(), "contender": name, "layers": point.num_layers}
+        row = {**point._asdict(), "contender": name, "layers": point.num_layers, "cached": point.cached}
         if seconds:
             rate = point.layer_bytes / min(seconds)
             yield row | {"seconds": min(seconds), "bytes_per_second": rate, "share": rate / copy, "reason": None}

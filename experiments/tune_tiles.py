@@ -17,12 +17,12 @@ __all__ = ["TuneTiles", "best_tiles", "run", "write_tiles"]
 
 CANDIDATES = tuple(
     GpuTiles(decode_bytes=kib * 2**10, programs_per_sm=programs, fewest_tiles=tiles)
-    for kib, programs, tiles in itertools.product((64, 96, 128, 192), (1, 2, 4), (2, 4, 8))
+    for kib, programs, tiles in itertools.product((64, 96, 128), (1, 2, 4), (2, 4, 8))
 )
 POINTS = tuple(
     Point(*shape, batch, context, 16)
     for shape in (("llama-3-8b", 32, 8, 128), ("llama-3-70b/8", 8, 1, 128), ("llama-3.2-1b", 32, 8, 64))
-    for batch, context in ((1, 8192), (1, 65536), (16, 2048), (64, 8192), (256, 1024))
+    for batch, context in ((1, 8192), (16, 2048), (64, 8192))
 )
 _DRY_CANDIDATES = (GpuTiles(98304, 2, 4), GpuTiles(98304, 1, 1))
 
