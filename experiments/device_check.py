@@ -1,6 +1,7 @@
-"""`python -m experiments.device_check`: are the GPU kernels right and fast on the device at hand?
+"""Checks the GPU kernels on the device at hand, and measures their bandwidth beside a plain copy and other implementations.
 
-Takes four minutes and needs nothing but JAX and NumPy beside this repository. What imports it is imported late, so that this holds.
+`python -m experiments.device_check` takes four minutes and needs nothing but JAX and NumPy beside this repository: parts of the package are
+imported only when there is something that they can do without.
 """
 
 import argparse
@@ -26,7 +27,7 @@ _THREADS = 8  # that compile and check kernels
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCheck:
-    """The GPU kernels on the device at hand: against the oracle, then their bandwidth beside a plain copy and other implementations."""
+    """What is checked, and where the findings go."""
 
     minutes: float = 4.0
     """After which nothing more is begun."""
@@ -125,7 +126,7 @@ def _column(row: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; exit code 1 where a kernel was wrong or failed, 2 for bad input."""
     defaults = DeviceCheck()
-    parser = argparse.ArgumentParser(prog="python -m experiments.device_check", description=DeviceCheck.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.device_check", description=__doc__)
     parser.add_argument("--minutes", type=float, default=defaults.minutes, help="after which nothing more is begun")
     parser.add_argument("--seed", type=int, help="of all inputs; default: a fresh one")
     parser.add_argument("--json", type=pathlib.Path, default=defaults.json, help="where everything goes that was found")

@@ -1,10 +1,12 @@
-"""Tiles of the decode kernel on the GPU at hand: measures all of a few choices, and writes the best to where the kernels look them up."""
+"""Measures which tiles of the GPU decode kernel are best on the device at hand, and writes them to where the kernels look them up."""
 
+import argparse
 import dataclasses
 import itertools
 import json
 import math
 import pathlib
+import sys
 from collections.abc import Sequence
 
 import jax
@@ -13,7 +15,7 @@ import pallas_kernels.tiles
 from experiments.device_check_decode import CONTENDERS, DRY_POINTS, Point, lower_point, measure_point
 from pallas_kernels.tiles import GpuTiles, gpu_tiles, try_gpu_tiles
 
-__all__ = ["TuneTiles", "best_tiles", "run", "write_tiles"]
+__all__ = ["TuneTiles", "best_tiles", "main", "run", "write_tiles"]
 
 CANDIDATES = tuple(
     GpuTiles(decode_bytes=kib * 2**10, programs_per_sm=programs, fewest_tiles=tiles)
@@ -29,7 +31,7 @@ _DRY_CANDIDATES = (GpuTiles(98304, 2, 4), GpuTiles(98304, 1, 1))
 
 @dataclasses.dataclass(frozen=True)
 class TuneTiles:
-    """Measure which tiles of the GPU decode kernel are best on the device at hand, and keep them."""
+    """What is measured, and where the best goes."""
 
     output: pathlib.Path = pathlib.Path(pallas_kernels.tiles.__file__).parent / "gpu.json"
     """The file that gets the entry of this kind of device; others in it stay."""
@@ -87,3 +89,21 @@ def write_tiles(path: pathlib.Path, kind: str, tiles: GpuTiles) -> None:
     table = json.loads(path.read_text(encoding="utf-8")) | {kind: tiles._asdict()}
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in table.items())
     path.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; exit code 2 for bad input."""
+    defaults = TuneTiles()
+    parser = argparse.ArgumentParser(prog="python -m experiments.tune_tiles", description=__doc__)
+    parser.add_argument("--output", type=pathlib.Path, default=defaults.output, help="the file that gets the entry of this kind of device")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="of the values and the order of the blocks")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes in the interpreter on the CPU; writes nothing")
+    try:
+        run(TuneTiles(**vars(parser.parse_args(arguments))))
+    except (ValueError, OSError) as error:
+        print(f"tune_tiles: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -132,8 +132,13 @@ def test_tuning_runs_dry_and_writes_nothing(capsys, tmp_path):
     tune_tiles.run(TuneTiles(output=tmp_path / "gpu.json", dry=True))
     assert "cpu: GpuTiles(" in capsys.readouterr().out
     assert not (tmp_path / "gpu.json").exists()
-    with pytest.raises(ValueError, match="needs an NVIDIA GPU, this host has cpu"):
-        tune_tiles.run(TuneTiles())
+
+
+def test_tuning_without_a_gpu_says_so(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        tune_tiles.main([])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "tune_tiles: error: needs an NVIDIA GPU, this host has cpu; --dry runs on a CPU\n"
 
 
 def test_tiles_of_an_unknown_gpu_are_the_default_and_can_be_tried():
