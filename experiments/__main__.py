@@ -11,8 +11,11 @@ from experiments.experiment import Experiment
 
 EXPERIMENTS = {
     "waste": "experiments.waste",
+    "block_size": "experiments.block_size",
     "prefix_sharing": "experiments.prefix_sharing",
     "radix_vs_hash": "experiments.radix_vs_hash",
+    "fleet": "experiments.fleet",
+    "train": "experiments.train",
     "decode_bench": "experiments.decode_bench",
 }
 """Module of each experiment. It is imported when the experiment is run, so that a list costs nothing."""

@@ -14,6 +14,7 @@ __all__ = ["Held", "hold", "hold_reservations", "tables_only"]
 
 _SEQS = 128  # sequences in the pool at a time
 _ENTRIES = 2**20  # most entries of the block table
+_SHORTEST_ROW = 256  # entries of a row, if any sequence needs as many
 
 
 class Held(NamedTuple):
@@ -58,10 +59,10 @@ def hold(stages: Sequence[Int[np.ndarray, " n"]], block_size: int) -> list[Held]
     """
     order = np.argsort(-stages[-1], kind="stable")
     counts = np.zeros((len(stages), 3), np.int64)
+    longest = _row(stages[-1][order[0]], block_size)
     start = 0
     while start < len(order):
-        # A power of two of blocks for each sequence: few shapes, so few compilations.
-        width = 1 << int(-(-stages[-1][order[start]] // block_size) - 1).bit_length()
+        width = max(_row(stages[-1][order[start]], block_size), min(_SHORTEST_ROW, longest))
         seqs = max(1, min(_SEQS, _ENTRIES // width))
         batch = order[start : start + seqs]
         start += seqs
@@ -72,6 +73,11 @@ def hold(stages: Sequence[Int[np.ndarray, " n"]], block_size: int) -> list[Held]
             used = jaxpage.usage(cache)
             counts[stage] += (used.slots_used, used.slots_reserved, used.blocks_used)
     return [Held(*map(int, count)) for count in counts]
+
+
+def _row(tokens: int, block_size: int) -> int:
+    """Table entries for a sequence of so many tokens: a power of two, so that there are few shapes and few compilations."""
+    return 1 << (-(-int(tokens) // block_size) - 1).bit_length()
 
 
 def hold_reservations(lengths: Int[np.ndarray, " n"], reservations: Int[np.ndarray, " n"]) -> Held:

@@ -12,7 +12,7 @@ try:
 except ImportError as error:
     raise NotImplementedError("experiments draw with the package matplotlib: install jaxpage[experiments]") from error
 
-__all__ = ["COLOURS", "bars", "grid", "label_ends", "lines", "title"]
+__all__ = ["COLOURS", "bars", "grid", "label_ends", "lines", "log_ticks", "title"]
 
 # Okabe and Ito's colours without the yellow one, which is too pale on paper; shapes for where there is no colour.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -78,3 +78,11 @@ def bars(ax: Axes, names: Sequence[str], values: Sequence[float], texts: Sequenc
 def title(ax: Axes, text: str) -> None:
     """Writes what a panel shows above it."""
     ax.set_title(text, fontsize=_SIZE + 1)
+
+
+def log_ticks(ax: Axes, values: Sequence[float]) -> None:
+    """A logarithmic x axis with a tick at each value, in thousands from 1000 on."""
+    ax.set_xscale("log", base=2)
+    ticks = sorted(set(values))
+    ax.set_xticks(ticks, [f"{tick / 1000:g}K" if tick >= 1000 else f"{tick:g}" for tick in ticks])
+    ax.set_xticks([], minor=True)

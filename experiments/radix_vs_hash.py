@@ -163,10 +163,7 @@ def _figure(config: RadixVsHash, rows: Sequence[Row], column: str) -> Any:
 
 
 def _axis(ax: Any, series: dict[str, tuple[list[float], list[float]]], title: str, label: str) -> None:
-    ticks = sorted({x for xs, _ in series.values() for x in xs})
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(ticks, [f"{tick // 1000}K" if tick >= 1000 else str(tick) for tick in ticks])
-    ax.set_xticks([], minor=True)
+    plot.log_ticks(ax, [x for xs, _ in series.values() for x in xs])
     plot.title(ax, title)
     top = 103 if max(max(ys) for _, ys in series.values()) > 70 else None
     plot.lines(ax, series, xlabel=label, ylabel="hits, %", ylim=(0, top))
