@@ -146,9 +146,10 @@ def _report(config: Fleet, rows: Sequence[Row]) -> Iterator[Part]:
     yield (
         "**This is a simulation.** Assumed: chats arrive as a Poisson process, and the next turn follows an answer after an exponential "
         f"time. A decode step takes {parts} (fitted to measured steps); a prompt token that is not found takes what one more sequence "
-        "takes in a step. Prompts are computed one at a time, between decode steps. Routing and network cost nothing, and no replica fails. The router of cache_aware "
-        "remembers where it sent each prefix and is not told of evictions; it sends a request there unless that replica has much more to "
-        "do than the others. The indexes, their eviction and the block counts of the replicas are those of the library."
+        "takes in a step. Prompts are computed one at a time, between decode steps. Routing and network cost nothing; no replica fails. "
+        "The router of cache_aware remembers where it sent each prefix and is not told of evictions; it sends a request there unless that "
+        "replica has much more to do than the others. The indexes, their eviction and the block counts of the replicas are those of the "
+        f"library. Goals: the first token within {config.first_token_goal_s:g} s, later ones every {config.token_goal_s:g} s."
     )
     yield Table(rows, ("replicas", "router", *(key for key in rows[0] if key not in ("replicas", "router"))))
     yield Picture(
