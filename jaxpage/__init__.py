@@ -6,6 +6,7 @@ from jaxpage.block_table import BlockTable
 from jaxpage.completion import Completion, TokenLogprob
 from jaxpage.config import CacheConfig
 from jaxpage.decode import LENGTH, RUNNING, STOP, Decoded, DecodeState, decode_loop, decode_step, init_state, prefill, starved
+from jaxpage.engine import Engine, EngineOptions, EngineStats
 from jaxpage.generate import BatchDecoder, Stats, Update, generate
 from jaxpage.inspect import Usage, check_cache, usage
 from jaxpage.kv_cache import KVCache, attach, fork, init_cache, release, reserve, truncate
@@ -27,6 +28,9 @@ __all__ = [
     "Completion",
     "DecodeState",
     "Decoded",
+    "Engine",
+    "EngineOptions",
+    "EngineStats",
     "Features",
     "KVCache",
     "Sampler",

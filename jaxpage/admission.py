@@ -10,7 +10,7 @@ from jaxpage.config import CacheConfig
 from jaxpage.model import ModelSizes
 from jaxpage.sampling_params import SamplingParams
 
-__all__ = ["Request", "admit", "check_requests", "size_cache"]
+__all__ = ["Request", "admit", "check_requests", "check_sizes", "size_cache"]
 
 
 class Request(NamedTuple):
@@ -20,6 +20,21 @@ class Request(NamedTuple):
     prompt: tuple[int, ...]
     params: SamplingParams
     max_tokens: int
+
+
+def check_sizes(block_size: int, max_seqs: int, num_blocks: int | None) -> None:
+    """Raises where no cache can have such sizes.
+
+    Raises:
+      ValueError: names the size and what is allowed.
+    """
+    for name, value in (("block_size", block_size), ("max_seqs", max_seqs)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if max_seqs > SEQ_BUCKETS[-1]:
+        raise ValueError(f"max_seqs must be at most {SEQ_BUCKETS[-1]}, got {max_seqs}")
+    if num_blocks is not None and num_blocks < 2:
+        raise ValueError(f"num_blocks must be at least 2 (the null block included), got {num_blocks}")
 
 
 def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], sizes: ModelSizes) -> list[Request]:

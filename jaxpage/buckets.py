@@ -1,6 +1,6 @@
 """Shapes are rounded up to few sizes, so that few programs are compiled."""
 
-__all__ = ["BLOCK_BUCKETS", "ROW_BUCKETS", "SEQ_BUCKETS", "TOKEN_BUCKETS", "bucket"]
+__all__ = ["BLOCK_BUCKETS", "ROW_BUCKETS", "SEQ_BUCKETS", "SWAP_BUCKETS", "TOKEN_BUCKETS", "bucket"]
 
 SEQ_BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Sequences of a batch."""
@@ -13,6 +13,9 @@ BLOCK_BUCKETS: tuple[int, ...] = tuple(sorted({2**power for power in range(25)} 
 
 ROW_BUCKETS: tuple[int, ...] = (1, 2, 3, *(step * 2**power for power in range(22) for step in (4, 5, 6, 7)))
 """Blocks of a sequence's row. Finer than the pool's: attention may read what a row has beyond the sequence."""
+
+SWAP_BUCKETS: tuple[int, ...] = tuple(2**power for power in range(25))
+"""Blocks that are swapped to the host or back together."""
 
 
 def bucket(size: int, buckets: tuple[int, ...]) -> int:

@@ -4,10 +4,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
+
+from jaxpage.decode import Decoded
 from jaxpage.sampler_arrays import stop_ids
 from jaxpage.sampling_params import SamplingParams
 
-__all__ = ["Completion", "Detokenize", "TokenLogprob", "Transcript"]
+__all__ = ["Completion", "Detokenize", "TokenLogprob", "Transcript", "read_tokens"]
 
 Detokenize = Callable[[Sequence[int]], str]
 
@@ -100,3 +103,12 @@ class Transcript:
         early = len(self._text(self.params.min_tokens)) if self.params.min_tokens else 0
         places = [place for stop in self.params.stop if (place := text.find(stop, max(0, early - len(stop) + 1))) >= 0]
         return min(places, default=None)
+
+
+def read_tokens(made: Decoded, row: int, count: int, num_logprobs: int | None) -> tuple[list[int], list[TokenLogprob]]:
+    """The first `count` tokens of a row, and their log-probabilities with so many alternatives; None: none."""
+    tokens, logprobs, top_ids, top_logprobs = jax.tree.map(lambda array: array[row, :count].tolist(), made)
+    if num_logprobs is None or logprobs is None:
+        return tokens, []
+    best = [tuple(zip(*pair, strict=True))[:num_logprobs] for pair in zip(top_ids, top_logprobs, strict=True)]
+    return tokens, [TokenLogprob(*token) for token in zip(tokens, logprobs, best, strict=True)]

@@ -11,7 +11,7 @@ from jaxpage.kv_cache import KVCache, blocks_needed, reserve
 from jaxpage.model import CausalModel
 from jaxpage.sampling import Sampler, count_tokens, sample, score_tokens
 
-__all__ = ["LENGTH", "RUNNING", "STOP", "DecodeState", "Decoded", "decode_loop", "decode_step", "init_state", "prefill", "starved"]
+__all__ = ["LENGTH", "RUNNING", "STOP", "DecodeState", "Decoded", "decode_loop", "decode_step", "emit", "init_state", "prefill", "starved"]
 
 RUNNING, STOP, LENGTH = 0, 1, 2
 """Why a sequence ended, if it did: values of `DecodeState.finish`."""
@@ -75,12 +75,16 @@ def prefill(
     hidden, cache = model.step(tokens, cache, lengths, query_starts, implementation=implementation)
     if targets is None:
         return cache, None
-    rows = min(_LOGIT_ROWS, tokens.shape[0])
-    pad = -tokens.shape[0] % rows
-    hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, rows, hidden.shape[-1])
-    goals = jnp.pad(targets, (0, pad)).reshape(-1, rows)
-    scores = lax.map(lambda part: score_tokens(model.logits(part[0]), jnp.maximum(part[1], 0)), (hidden, goals))
-    return cache, scores.reshape(-1)[: tokens.shape[0]]
+    return cache, score_rows(model, hidden, jnp.maximum(targets, 0))
+
+
+def score_rows(model: CausalModel, hidden: Float[Array, "T hidden"], targets: Int[Array, " T"]) -> Float[Array, " T"]:
+    """Log-probability of one token after each row of hidden states, a few rows at a time."""
+    count, width = hidden.shape
+    rows = min(_LOGIT_ROWS, count)
+    pad = -count % rows
+    parts = (jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, rows, width), jnp.pad(targets, (0, pad)).reshape(-1, rows))
+    return lax.map(lambda part: score_tokens(model.logits(part[0]), part[1]), parts).reshape(-1)[:count]
 
 
 def starved(state: DecodeState) -> Bool[Array, " S"]:
@@ -112,27 +116,59 @@ def decode_step(
     lengths = jnp.where(runs, cache.table.lengths, 0)
     hidden, cache = model.step(state.tokens, cache, lengths, implementation=implementation)
     logits = model.logits(hidden)
-    tokens = sample(logits, state.sampler, lengths, state.num_produced)
+    state = state._replace(cache=cache, finish=jnp.where(full, LENGTH, state.finish))
+    return emit(state, logits, lengths, runs, num_logprobs=num_logprobs)
 
+
+def emit(
+    state: DecodeState, logits: Float[Array, "S V"], lengths: Int[Array, " S"], runs: Bool[Array, " S"], *, num_logprobs: int | None = None
+) -> tuple[DecodeState, Decoded]:
+    """Samples the next token of sequences, and ends those that it ends.
+
+    Args:
+      state: the batch.
+      logits: scores that follow each sequence's newest token.
+      lengths: tokens that each sequence has.
+      runs: the sequences that take a token; they are active from now on unless it is their last.
+      num_logprobs: see `decode_step`.
+
+    Returns:
+      (state, the tokens with a steps axis of 1; -1 in rows that take none).
+    """
+    tokens = sample(logits, state.sampler, lengths, state.num_produced)
     num_produced = state.num_produced + runs
     stops = jnp.any(tokens[:, None] == state.sampler.stop_ids, axis=-1)
     finish = jnp.where(stops, STOP, jnp.where(num_produced >= state.sampler.max_tokens, LENGTH, RUNNING))
-    finish = jnp.where(runs, finish, jnp.where(full, LENGTH, state.finish))
+    finish = jnp.where(runs, finish, state.finish).astype(jnp.int32)
     sampler = count_tokens(state.sampler, tokens, runs)
-    tokens = jnp.where(runs, tokens, state.tokens)
-    state = DecodeState(cache, sampler, tokens, state.active & (finish == RUNNING), num_produced, finish.astype(jnp.int32))
-
-    made = jnp.where(runs, tokens, -1)[:, None]
+    made = jnp.where(runs, tokens, -1)
+    active = (state.active | runs) & (finish == RUNNING)
+    state = DecodeState(state.cache, sampler, jnp.where(runs, tokens, state.tokens), active, num_produced, finish)
     if num_logprobs is None:
-        return state, Decoded(made, None, None, None)
-    scores = score_tokens(logits, tokens)
-    best, ids = lax.top_k(logits, num_logprobs)
-    best = best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return state, Decoded(made, scores[:, None], ids[:, None].astype(jnp.int32), best[:, None])
+        return state, Decoded(made[:, None], None, None, None)
+    scores, ids, best = lax.cond(
+        jnp.any(sampler.scored & runs),
+        lambda: _best(logits, tokens, num_logprobs),
+        lambda: (jnp.zeros(made.shape), *(jnp.zeros((*made.shape, num_logprobs), dtype) for dtype in (jnp.int32, jnp.float32))),
+    )
+    return state, Decoded(made[:, None], scores[:, None], ids[:, None], best[:, None])
+
+
+def _best(logits: Float[Array, "S V"], tokens: Int[Array, " S"], count: int) -> tuple[Array, Array, Array]:
+    """Log-probability of each token, and the ids and log-probabilities of the best ones."""
+    best, ids = lax.top_k(logits, count)
+    return score_tokens(logits, tokens), ids.astype(jnp.int32), best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def decode_loop(
-    model: CausalModel, state: DecodeState, num_steps: int, *, num_logprobs: int | None = None, implementation: str | None = None
+    model: CausalModel,
+    state: DecodeState,
+    num_steps: int,
+    limit: Int[Array, ""] | None = None,
+    until_end: Bool[Array, ""] | None = None,
+    *,
+    num_logprobs: int | None = None,
+    implementation: str | None = None,
 ) -> tuple[DecodeState, Decoded, Bool[Array, " S"]]:
     """Decodes up to `num_steps` tokens of every active sequence, as one loop on the device.
 
@@ -142,7 +178,9 @@ def decode_loop(
     Args:
       model: the model.
       state: the batch. Donate it under `jax.jit`.
-      num_steps: most steps, static.
+      num_steps: most steps, static: the width of the result.
+      limit: most steps of this run; None: `num_steps`.
+      until_end: the loop also ends once any sequence has; None: it does not.
       num_logprobs: see `decode_step`.
       implementation: see `jaxpage.paged_attention`.
 
@@ -152,9 +190,12 @@ def decode_loop(
     shapes = jax.eval_shape(lambda: decode_step(model, state, num_logprobs=num_logprobs, implementation=implementation)[1])
     buffers = jax.tree.map(lambda leaf: jnp.full((leaf.shape[0], num_steps, *leaf.shape[2:]), -1, leaf.dtype), shapes)
 
+    most = num_steps if limit is None else jnp.minimum(limit, num_steps)
+
     def unfinished(carry: tuple) -> Bool[Array, ""]:
-        step, state, _ = carry
-        return (step < num_steps) & jnp.any(state.active) & ~jnp.any(starved(state))
+        step, now, _ = carry
+        goes_on = (step < most) & jnp.any(now.active) & ~jnp.any(starved(now))
+        return goes_on if until_end is None else goes_on & ~(until_end & jnp.any(state.active & ~now.active))
 
     def advance(carry: tuple) -> tuple:
         step, state, buffers = carry
@@ -162,5 +203,5 @@ def decode_loop(
         buffers = jax.tree.map(lambda buffer, one: lax.dynamic_update_slice_in_dim(buffer, one, step, axis=1), buffers, made)
         return step + 1, state, buffers
 
-    _, state, buffers = lax.while_loop(unfinished, advance, (jnp.int32(0), state, buffers))
-    return state, buffers, starved(state)
+    _, end, buffers = lax.while_loop(unfinished, advance, (jnp.int32(0), state, buffers))
+    return end, buffers, starved(end)

@@ -12,10 +12,9 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from jaxpage import decode
-from jaxpage.admission import Request, admit, check_requests, size_cache
+from jaxpage.admission import Request, admit, check_requests, check_sizes, size_cache
 from jaxpage.attention import backend_of
-from jaxpage.buckets import SEQ_BUCKETS
-from jaxpage.completion import Completion, Detokenize, TokenLogprob, Transcript
+from jaxpage.completion import Completion, Detokenize, Transcript, read_tokens
 from jaxpage.config import CacheConfig
 from jaxpage.decode import Decoded, DecodeState
 from jaxpage.inspect import Usage, usage
@@ -85,13 +84,9 @@ class BatchDecoder:
         Raises:
           ValueError: a size is out of range.
         """
-        for name, value in (("block_size", block_size), ("max_seqs", max_seqs), ("steps_per_round", steps_per_round)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if max_seqs > SEQ_BUCKETS[-1]:
-            raise ValueError(f"max_seqs must be at most {SEQ_BUCKETS[-1]}, got {max_seqs}")
-        if num_blocks is not None and num_blocks < 2:
-            raise ValueError(f"num_blocks must be at least 2 (the null block included), got {num_blocks}")
+        check_sizes(block_size, max_seqs, num_blocks)
+        if steps_per_round < 1:
+            raise ValueError(f"steps_per_round must be at least 1, got {steps_per_round}")
         self.model = model
         self.eos_ids = tuple(eos_ids)
         self.detokenize = detokenize
@@ -218,12 +213,7 @@ class _Round(NamedTuple):
 
     def add_to(self, row: int, transcript: Transcript) -> str | None:
         """Adds the row's tokens to its transcript. The reason why the sequence ended, or None."""
-        count = int(self.counts[row])
-        tokens, logprobs, top_ids, top_logprobs = jax.tree.map(lambda array: array[row, :count].tolist(), self.made)
-        scored = []
-        if logprobs is not None and transcript.params.logprobs is not None:
-            best = [tuple(zip(*pair, strict=True))[: transcript.params.logprobs] for pair in zip(top_ids, top_logprobs, strict=True)]
-            scored = [TokenLogprob(*token) for token in zip(tokens, logprobs, best, strict=True)]
+        tokens, scored = read_tokens(self.made, row, int(self.counts[row]), transcript.params.logprobs)
         if transcript.extend(tokens, scored):
             return "stop"
         return {decode.RUNNING: None, decode.STOP: "stop", decode.LENGTH: "length"}[int(self.finish[row])]

@@ -1,6 +1,7 @@
 """How the next tokens of a batch are chosen: the device's side.
 
-Parameters of all sequences are arrays. What no sequence of the batch uses is None, so that a greedy batch compiles to an argmax.
+Parameters of all sequences are arrays. What no sequence of the batch may ever use is None and is not compiled; what none uses at the moment
+is passed over at run time.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-__all__ = ["Bias", "Penalties", "Randomness", "Sampler", "Truncation", "count_tokens", "keep_top", "sample", "score_tokens"]
+__all__ = ["Bias", "Constraint", "Penalties", "Randomness", "Sampler", "Truncation", "count_tokens", "keep_top", "sample", "score_tokens"]
 
 _NEVER = -1e30  # score of a token that must not be chosen
 _CDF_TILE = 256
@@ -50,15 +51,24 @@ class Bias(NamedTuple):
     values: Float[Array, "S n"]
 
 
+class Constraint(NamedTuple):
+    """Tokens that may be chosen, as bits: token t is bit t % 32 of word t // 32."""
+
+    applies: Bool[Array, " S"]
+    allowed: UInt32[Array, "S words"]
+
+
 class Sampler(NamedTuple):
     """Parameters of every sequence of a batch."""
 
     stop_ids: Int[Array, "S n"]  # -1 is no token
     min_tokens: Int[Array, " S"]
     max_tokens: Int[Array, " S"]
+    scored: Bool[Array, " S"]  # log-probabilities are asked for
     randomness: Randomness | None
     penalties: Penalties | None
     bias: Bias | None
+    constraint: Constraint | None
 
 
 def sample(logits: Float[Array, "S V"], sampler: Sampler, lengths: Int[Array, " S"], num_produced: Int[Array, " S"]) -> Int[Array, " S"]:
@@ -70,15 +80,22 @@ def sample(logits: Float[Array, "S V"], sampler: Sampler, lengths: Int[Array, " 
       lengths: tokens each sequence has so far, prompt included; the random key's counter.
       num_produced: tokens each sequence has produced.
     """
-    scores = _barred(_penalised(_biased(logits, sampler.bias), sampler.penalties), sampler, num_produced)
+    scores = _barred(_constrained(_penalised(_biased(logits, sampler.bias), sampler.penalties), sampler.constraint), sampler, num_produced)
     greedy = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     if sampler.randomness is None:
         return greedy
-    seed, temperature, truncation = sampler.randomness
+    randomness = sampler.randomness
+    return lax.cond(jnp.any(randomness.temperature > 0), lambda: _draw(scores, randomness, lengths, greedy), lambda: greedy)
+
+
+def _draw(scores: Float[Array, "S V"], randomness: Randomness, lengths: Int[Array, " S"], greedy: Int[Array, " S"]) -> Int[Array, " S"]:
+    """Draws for the rows that have a temperature, and takes the best token of the others."""
+    seed, temperature, truncation = randomness
     # Taken from the best score first, so that a small temperature cannot overflow.
     scores = (scores - jnp.max(scores, axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     if truncation is not None:
-        scores = jnp.where(keep_top(scores, truncation), scores, _NEVER)
+        used = (truncation.top_k > 0) | (truncation.top_p < 1) | (truncation.min_p > 0)
+        scores = lax.cond(jnp.any(used), lambda: jnp.where(keep_top(scores, truncation), scores, _NEVER), lambda: scores)
     keys = jax.vmap(lambda seed, count: jax.random.fold_in(jax.random.key(seed), count))(seed, lengths)
     drawn = _inverse_cdf(jax.nn.softmax(scores, axis=-1), jax.vmap(jax.random.uniform)(keys))
     return jnp.where(temperature > 0, drawn, greedy)
@@ -130,10 +147,25 @@ def _penalised(scores: Float[Array, "S V"], penalties: Penalties | None) -> Floa
     if penalties is None:
         return scores
     repetition, presence, frequency, in_prompt, produced = penalties
-    seen = in_prompt | (produced > 0)
-    repeated = jnp.where(scores > 0, scores / repetition[:, None], scores * repetition[:, None])
-    scores = jnp.where(seen, repeated, scores)
-    return scores - presence[:, None] * (produced > 0) - frequency[:, None] * produced
+
+    def apply() -> Float[Array, "S V"]:
+        seen = in_prompt | (produced > 0)
+        repeated = jnp.where(scores > 0, scores / repetition[:, None], scores * repetition[:, None])
+        return jnp.where(seen, repeated, scores) - presence[:, None] * (produced > 0) - frequency[:, None] * produced
+
+    return lax.cond(jnp.any((repetition != 1) | (presence != 0) | (frequency != 0)), apply, lambda: scores)
+
+
+def _constrained(scores: Float[Array, "S V"], constraint: Constraint | None) -> Float[Array, "S V"]:
+    if constraint is None:
+        return scores
+    tokens = jnp.arange(scores.shape[1], dtype=jnp.uint32)
+
+    def apply() -> Float[Array, "S V"]:
+        allowed = (constraint.allowed[:, tokens // 32] >> (tokens % 32)) & 1 > 0
+        return jnp.where(allowed | ~constraint.applies[:, None], scores, _NEVER)
+
+    return lax.cond(jnp.any(constraint.applies), apply, lambda: scores)
 
 
 def _barred(scores: Float[Array, "S V"], sampler: Sampler, num_produced: Int[Array, " S"]) -> Float[Array, "S V"]:

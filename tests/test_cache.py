@@ -610,7 +610,7 @@ def test_four_rows_forked_from_one_partial_tail_each_write_their_own_text(tiny):
     model = jax.tree.map(lambda weight: weight * 8 if weight.ndim == 2 else weight, tiny)  # so that the context matters
     sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "num_blocks": 17}
     prompt, firsts = ints(5, 17, 3, 44, 8, 61), ints(7, 30, 52, 90)
-    sampler = Sampler(jnp.full((4, 0), -1, jnp.int32), ints(0, 0, 0, 0), ints(9, 9, 9, 9), None, None, None)
+    sampler = Sampler(jnp.full((4, 0), -1, jnp.int32), ints(0, 0, 0, 0), ints(9, 9, 9, 9), jnp.zeros(4, bool), None, None, None, None)
     prefill = jax.jit(jaxpage.prefill)
     decode = jax.jit(lambda cache: jaxpage.decode_loop(model, jaxpage.init_state(cache, sampler, firsts, jnp.ones(4, bool)), 9))
 

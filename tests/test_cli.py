@@ -108,7 +108,7 @@ def test_stats_are_one_line(capsys):
     generate("--prompt", "abc", "--stats", "--ignore-eos", "--block-size", 4)
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if line.startswith("stats:")]
-    for word in ("prefill", "decode", "5 tokens", "tokens/s", "blocks used", "of KV", "hold a token"):
+    for word in ("prompt tokens computed", "0 shared", "5 tokens produced", "tokens/s", "blocks used", "of KV", "hold a token"):
         assert word in line
 
 

@@ -138,7 +138,9 @@ SIZES = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "max_seqs": 4}
 PAGED = CacheConfig(**SIZES, num_blocks=33, block_size=4, max_blocks_per_seq=8)
 FOUR = [PROMPTS[index] for index in (1, 4, 5, 7)]
 LAST = jnp.array([prompt[-1] for prompt in FOUR], jnp.int32)
-NO_STOPS = Sampler(jnp.full((4, 0), -1, jnp.int32), jnp.zeros(4, jnp.int32), jnp.full(4, 99, jnp.int32), None, None, None)
+NO_STOPS = Sampler(
+    jnp.full((4, 0), -1, jnp.int32), jnp.zeros(4, jnp.int32), jnp.full(4, 99, jnp.int32), jnp.zeros(4, bool), None, None, None, None
+)
 
 
 def ragged(prompts):
@@ -496,7 +498,9 @@ def test_the_loop_works_in_the_donated_pool_and_holds_no_copy_of_it(model):
     state = jax.eval_shape(
         lambda: jaxpage.init_state(
             jaxpage.init_cache(config, "xla"),
-            Sampler(jnp.zeros((8, 1), jnp.int32), jnp.zeros(8, jnp.int32), jnp.zeros(8, jnp.int32), None, None, None),
+            Sampler(
+                jnp.zeros((8, 1), jnp.int32), jnp.zeros(8, jnp.int32), jnp.zeros(8, jnp.int32), jnp.zeros(8, bool), None, None, None, None
+            ),
             jnp.zeros(8, jnp.int32),
             jnp.zeros(8, bool),
         )

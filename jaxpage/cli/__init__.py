@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import tyro
 
+from jaxpage.cli.chat import Chat
 from jaxpage.cli.convert import Convert
 from jaxpage.cli.fetch import Fetch
 from jaxpage.cli.generate import Generate
@@ -45,9 +46,9 @@ def _fail(message: str) -> None:
     sys.exit(2)
 
 
-def _command(arguments: list[str]) -> Generate | Fetch | Convert | Kernels:
+def _command(arguments: list[str]) -> Generate | Chat | Fetch | Convert | Kernels:
     return tyro.extras.subcommand_cli_from_dict(
-        {"generate": Generate, "fetch": Fetch, "convert": Convert, "kernels": Kernels},
+        {"generate": Generate, "chat": Chat, "fetch": Fetch, "convert": Convert, "kernels": Kernels},
         prog="jaxpage",
         description="Paged attention in JAX: run language models from a paged KV cache. `jaxpage --version` prints the version.",
         args=arguments,

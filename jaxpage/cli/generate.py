@@ -1,17 +1,19 @@
 """`jaxpage generate`."""
 
-import contextlib
 import dataclasses
 import json
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Literal, NamedTuple
+
+import tqdm
 
 import jaxpage
-from jaxpage import prompts
+from jaxpage import admission, prompts
+from jaxpage.cli import output
 from jaxpage.cli.fetch import load_named_model
-from models.tokenizer import StreamDecoder, Tokenizer
+from models import LoadedModel
 
 __all__ = ["Generate"]
 
@@ -49,7 +51,9 @@ class Generate:
     logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)
     """Token ids and the values to add to their scores: ID VALUE ID VALUE."""
     seed: int = 0
-    """Seed of the first prompt; each further prompt takes the next number."""
+    """Seed of the first text; each further one takes the next number."""
+    n: int = 1
+    """Texts for each prompt; with a temperature they differ. They share the prompt's blocks."""
     stop: tuple[str, ...] = ()
     """Strings that end the text."""
     stop_ids: tuple[int, ...] = ()
@@ -65,18 +69,20 @@ class Generate:
     num_blocks: int | None = None
     """Blocks in the pool, the null block included; by default as many as the prompts may need."""
     max_seqs: int = 64
-    """Most prompts to run at a time."""
+    """Most texts to run at a time."""
+    prefix_index: Literal["radix", "hash", "none"] = "radix"
+    """How prompts with the same beginning are found, so that they share its blocks: to the token, by full blocks, or not at all."""
     dtype: str = "float32"
     """float32 or bfloat16, of weights and KV cache."""
     stream: bool = False
     """Print text as it is produced."""
     json: str | None = None
-    """Write one JSON line a prompt to this file, or to the terminal with -."""
+    """Write one JSON line a text to this file, or to the terminal with -."""
     stats: bool = False
     """Print one line on time, speed and the cache's use."""
 
     def run(self) -> None:
-        """Loads, generates and prints results as they come."""
+        """Loads, generates and prints results as they come. Ctrl-C prints what there is."""
         params = self._params()
         texts = [*self.prompt, *(prompts.read_prompts(self.prompts_file) if self.prompts_file else [])]
         if not texts:
@@ -84,116 +90,111 @@ class Generate:
         for index, text in enumerate(texts):
             if not text.strip():
                 raise ValueError(f"prompt {index} is empty")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}")
         loaded = load_named_model(self.model, self.dtype)
         tokenizer = loaded.tokenizer
         ids = [tokenizer.chat([{"role": "user", "content": text}]) if self.chat else tokenizer.encode(text) for text in texts]
-        decoder = jaxpage.BatchDecoder(
-            loaded.decoder,
-            eos_ids=tokenizer.eos_ids,
-            detokenize=tokenizer.decode,
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            max_seqs=self.max_seqs,
-            cache_dtype=self.dtype,
-            steps_per_round=8 if self.stream else 32,
-        )
-        requests = [dataclasses.replace(params, seed=(self.seed + index) % 2**32) for index in range(len(texts))]
-        streams = [_StreamedText(tokenizer, self.stop) for _ in texts]
-        updates = decoder.run(ids, requests)  # checks everything before the output is opened
-        with _json_output(self.json) as output:
-            for update in updates:
+        engine = self._engine(loaded, ids, params)
+        jobs = self._submit(engine, ids, params, texts)
+        streams = {name: output.StreamedText(tokenizer, self.stop) for name in jobs}
+        peak, interrupted = engine.usage(), False
+        with output.json_output(self.json) as file, tqdm.tqdm(total=len(jobs), disable=None if len(jobs) > 8 else True) as bar:
+            for update in _updates(engine):
+                interrupted |= update.completion is not None and update.completion.finish_reason == "aborted"
+                peak = max(peak, engine.usage())
+                job = jobs[update.prompt_index]
                 if self.stream and self.json != "-":
-                    _print_piece(update, streams[update.prompt_index], alone=len(texts) == 1)
+                    _print_piece(update, job.name, streams[update.prompt_index], alone=len(jobs) == 1)
                 if update.completion is None:
                     continue
-                if output is not None:
-                    print(json.dumps(_record(update.completion, texts[update.prompt_index]), ensure_ascii=False), file=output, flush=True)
+                bar.update()
+                if file is not None:
+                    entry = output.record(update.completion, job.prompt, job.sample if self.n > 1 else None, job.text)
+                    print(json.dumps(entry, ensure_ascii=False), file=file, flush=True)
                 if not self.stream and self.json != "-":
-                    _print_completion(update.completion, texts[update.prompt_index])
+                    bar.write(output.show_completion(update.completion, job.name, job.text), file=sys.stdout)
+                    sys.stdout.flush()
         if self.stats:
-            print(_stats_line(decoder), file=sys.stderr if self.json == "-" else sys.stdout)
+            print(_stats_line(engine, peak), file=sys.stderr if self.json == "-" else sys.stdout)
+        if interrupted:
+            raise KeyboardInterrupt
 
     def _params(self) -> jaxpage.SamplingParams:
         names = {field.name for field in dataclasses.fields(jaxpage.SamplingParams)}
         return jaxpage.SamplingParams(**{name: value for name, value in vars(self).items() if name in names})
 
+    def _engine(self, loaded: LoadedModel, ids: list[list[int]], params: jaxpage.SamplingParams) -> jaxpage.Engine:
+        """An engine for just these prompts."""
+        admission.check_sizes(self.block_size, self.max_seqs, self.num_blocks)
+        requests = [request for request in admission.check_requests(ids, params, loaded.decoder.config) for _ in range(self.n)]
+        config = admission.size_cache(
+            requests,
+            loaded.decoder.config,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_seqs=self.max_seqs,
+            dtype=self.dtype,
+        )
+        options = jaxpage.EngineOptions(
+            num_blocks=config.num_blocks,
+            block_size=self.block_size,
+            max_seqs=config.max_seqs,
+            max_length=config.max_blocks_per_seq * self.block_size,
+            cache_dtype=self.dtype,
+            prefix_index=self.prefix_index,
+            tokens_per_pass=512,
+            steps_per_round=8 if self.stream else 32,
+            features=jaxpage.Features.of([params], loaded.tokenizer.eos_ids),
+        )
+        return jaxpage.Engine(loaded.decoder, options, eos_ids=loaded.tokenizer.eos_ids, detokenize=loaded.tokenizer.decode)
 
-@contextlib.contextmanager
-def _json_output(target: str | None) -> Iterator[TextIO | None]:
-    if target is None:
-        yield None
-    elif target == "-":
-        yield sys.stdout
-    else:
-        with open(target, "w", encoding="utf-8") as file:
-            yield file
-
-
-def _record(completion: jaxpage.Completion, prompt: str) -> dict[str, object]:
-    record: dict[str, object] = {
-        "index": completion.index,
-        "prompt": prompt,
-        "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "finish_reason": completion.finish_reason,
-        "num_prompt_tokens": len(completion.prompt_ids),
-        "num_tokens": len(completion.token_ids),
-    }
-    if completion.logprobs is not None:
-        record["logprobs"] = [token._asdict() for token in completion.logprobs]
-    if completion.prompt_logprobs is not None:
-        record["prompt_logprobs"] = list(completion.prompt_logprobs)
-    return record
-
-
-_CUT_SHORT = "(cut short: the pool ran out of blocks; raise --num-blocks)"
-
-
-def _print_completion(completion: jaxpage.Completion, prompt: str) -> None:
-    print(f"[{completion.index}] {prompt}\n{(completion.text or '').strip()}")
-    if completion.finish_reason == "out_of_blocks":
-        print(_CUT_SHORT)
-    print(flush=True)
-
-
-class _StreamedText:
-    """What of a sequence's text may be shown: all but an end that a stop string may yet cut off."""
-
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        self._decoder = StreamDecoder(tokenizer)
-        self._held = max(map(len, stop), default=1) - 1
-        self._text = ""
-        self._shown = 0
-
-    def take(self, update: jaxpage.Update) -> str:
-        """The text that can be shown now and has not been yet."""
-        if update.completion is None:
-            self._text += self._decoder.push(update.token_ids)
-            end = len(self._text) - self._held
-        else:
-            self._text = update.completion.text or ""
-            end = len(self._text)
-        piece = self._text[self._shown : max(end, self._shown)]
-        self._shown += len(piece)
-        return piece
+    def _submit(self, engine: jaxpage.Engine, ids: list[list[int]], params: jaxpage.SamplingParams, texts: list[str]) -> "dict[int, _Job]":
+        """All texts of all prompts, by their requests; further samples of a prompt take over the blocks of the first."""
+        jobs: dict[int, _Job] = {}
+        for number, prompt in enumerate(ids):
+            first = None
+            for sample in range(self.n):
+                seeded = dataclasses.replace(params, seed=(self.seed + len(jobs)) % 2**32)
+                name = engine.submit(prompt, seeded) if first is None else engine.fork(first, seeded, from_prompt=True)
+                first = name if first is None else first
+                jobs[name] = _Job(number, sample, f"{number}.{sample}" if self.n > 1 else str(number), texts[number])
+        return jobs
 
 
-def _print_piece(update: jaxpage.Update, text: _StreamedText, *, alone: bool) -> None:
+class _Job(NamedTuple):
+    prompt: int  # its number
+    sample: int
+    name: str
+    text: str
+
+
+def _updates(engine: jaxpage.Engine) -> Iterator[jaxpage.Update]:
+    """All news to the end; after Ctrl-C what there is."""
+    try:
+        while engine.unfinished:
+            yield from engine.step()
+    except KeyboardInterrupt:
+        engine.close()
+    yield from engine.step()
+
+
+def _print_piece(update: jaxpage.Update, name: str, text: output.StreamedText, *, alone: bool) -> None:
     piece, done = text.take(update), update.completion
     if alone:
         print(piece, end="\n" if done else "", flush=True)
-        if done and done.finish_reason == "out_of_blocks":
-            print(_CUT_SHORT, flush=True)
+        if done and done.finish_reason in output.NOTES:
+            print(output.NOTES[done.finish_reason], flush=True)
     else:
-        print(f"[{update.prompt_index}] {piece!r}" + (f" ({done.finish_reason})" if done else ""), flush=True)
+        print(f"[{name}] {piece!r}" + (f" ({done.finish_reason})" if done else ""), flush=True)
 
 
-def _stats_line(decoder: jaxpage.BatchDecoder) -> str:
-    stats, usage = decoder.stats, decoder.stats.usage
-    speed = stats.tokens / stats.decode_seconds if stats.decode_seconds else 0.0
+def _stats_line(engine: jaxpage.Engine, peak: jaxpage.Usage) -> str:
+    stats = engine.stats()
+    seconds = stats.host_seconds + stats.wait_seconds - engine.programs.compile_seconds
     return (
-        f"stats: prefill {stats.prefill_seconds:.2f} s ({stats.prompt_tokens} tokens), decode {stats.decode_seconds:.2f} s "
-        f"({stats.tokens} tokens, {speed:.1f} tokens/s), compile {decoder.programs.compile_seconds:.1f} s; "
-        f"{usage.blocks_used} of {usage.blocks_total} blocks used, pool {stats.kv_bytes / 1e6:.1f} MB of KV, "
-        f"{usage.share:.1%} of the slots in used blocks hold a token"
+        f"stats: {stats.prompt_tokens} prompt tokens computed and {stats.hit_tokens} shared, {stats.tokens} tokens produced, "
+        f"in {seconds:.2f} s ({stats.tokens / seconds:.1f} tokens/s), compile {engine.programs.compile_seconds:.1f} s; "
+        f"{peak.blocks_used} of {peak.blocks_total} blocks used, pool {engine.kv_bytes / 1e6:.1f} MB of KV, "
+        f"{peak.share:.1%} of the slots in used blocks hold a token"
     )

@@ -111,8 +111,12 @@ class PrefixIndex(Protocol):
           ValueError: the tokens are no token ids.
         """
 
-    def lock(self, match: Match) -> None:
+    def lock(self, match: Match, counted: bool = True) -> None:
         """A sequence uses a match: its blocks are kept until `unlock`, and the use is counted. Lock before anything is evicted.
+
+        Args:
+          match: what was matched.
+          counted: False where a running sequence locks what it has inserted itself.
 
         Raises:
           ValueError: the match is stale; match again.

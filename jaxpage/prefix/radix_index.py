@@ -1,13 +1,14 @@
 """A radix tree over token ids: prefixes are matched to the token, and what is left of them within a block is reported."""
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxpage.prefix import tokens as token_bytes
 from jaxpage.prefix.eviction import Policy
 from jaxpage.prefix.index import Event
 from jaxpage.prefix.node import Node
+from jaxpage.prefix.render import render_tree
 from jaxpage.prefix.tree import Found, PrefixTree
 
 __all__ = ["RadixIndex"]
@@ -56,6 +57,10 @@ class RadixIndex(PrefixTree):
     def __init__(self, block_size: int, policy: str | Policy = "lru", on_event: Callable[[Event], None] | None = None):
         super().__init__(block_size, policy, on_event)
         self._children: dict[Node | str, _Siblings] = {}  # by the node before them, or by namespace
+
+    def render(self, show: Callable[[Sequence[int]], str] = lambda tokens: " ".join(map(str, tokens))) -> str:
+        """The tree as text. `show` turns token ids into what is shown of them, such as a tokenizer's `decode`."""
+        return render_tree(self.nodes(), show)
 
     def _walk(self, chunks: list[bytes], namespace: str) -> _Walk:
         held: list[int] = []

@@ -101,10 +101,12 @@ class PrefixTree(abc.ABC):
         tail = length - (len(blocks) - 1) * self.block_size if blocks else 0
         return Match(tuple(blocks), length, tail, queried, namespace, 0 if node is None else node.created)
 
-    def lock(self, match: Match) -> None:
+    def lock(self, match: Match, counted: bool = True) -> None:
         """See `PrefixIndex.lock`."""
-        if match.blocks:
-            node = self._protect(match)
+        node = self._protect(match) if match.blocks else None
+        if not counted:
+            return
+        if node is not None:
             self._clock += 1
             for each in path(node):
                 each.used = self._clock
