@@ -12,6 +12,7 @@ from experiments.experiment import Experiment
 EXPERIMENTS = {
     "waste": "experiments.waste",
     "block_size": "experiments.block_size",
+    "paged_vs_contiguous": "experiments.paged_vs_contiguous",
     "prefix_sharing": "experiments.prefix_sharing",
     "radix_vs_hash": "experiments.radix_vs_hash",
     "fleet": "experiments.fleet",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -246,3 +247,20 @@ def test_bad_sweeps(capsys, tmp_path):
     sweep.write_text("def sweep():\n    return []\n")
     assert "yields no configuration" in fails(capsys, str(sweep))
     assert "takes no overrides" in fails(capsys, str(sweep), "--seed", "1")
+
+
+def test_the_sweep_of_the_docs_is_short_and_runs(capsys, tmp_path):
+    text = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert code.count("\n") <= 20
+    (tmp_path / "my_sweep.py").write_text(code.replace("requests=500", "requests=20"))
+    command.main(["my_sweep.py"])
+    rows = [json.loads(line) for line in (tmp_path / "results/sweeps/my_sweep/rows.jsonl").read_text().splitlines()]
+    assert {(row["lengths"], *row["block_sizes"]) for row in rows} == {
+        (name, size) for name in ("short_chat", "long_chat") for size in (4, 16, 64)
+    }
+
+
+def test_the_docs_name_every_experiment():
+    text = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE) == list(command.EXPERIMENTS)
