@@ -6,7 +6,7 @@ from jaxpage.block_table import BlockTable
 from jaxpage.completion import Completion, TokenLogprob
 from jaxpage.config import CacheConfig
 from jaxpage.decode import LENGTH, RUNNING, STOP, Decoded, DecodeState, decode_loop, decode_step, init_state, prefill, starved
-from jaxpage.engine import Engine, EngineOptions, EngineStats
+from jaxpage.engine import Engine, EngineOptions, EngineStats, Speculation
 from jaxpage.generate import BatchDecoder, Stats, Update, generate
 from jaxpage.inspect import Usage, check_cache, usage
 from jaxpage.kv_cache import KVCache, attach, fork, init_cache, release, reserve, truncate
@@ -35,6 +35,7 @@ __all__ = [
     "KVCache",
     "Sampler",
     "SamplingParams",
+    "Speculation",
     "Stats",
     "TokenLogprob",
     "Update",

@@ -28,6 +28,7 @@ class DecodeState(NamedTuple):
     active: Bool[Array, " S"]
     num_produced: Int[Array, " S"]
     finish: Int[Array, " S"]
+    history: Int[Array, "S W"] | None = None  # all tokens of each sequence, where somebody looks them up
 
 
 class Decoded(NamedTuple):
@@ -143,7 +144,10 @@ def emit(
     sampler = count_tokens(state.sampler, tokens, runs)
     made = jnp.where(runs, tokens, -1)
     active = (state.active | runs) & (finish == RUNNING)
-    state = DecodeState(state.cache, sampler, jnp.where(runs, tokens, state.tokens), active, num_produced, finish)
+    history = state.history
+    if history is not None:
+        history = history.at[jnp.arange(made.shape[0]), jnp.where(runs, lengths, history.shape[1])].set(tokens, mode="drop")
+    state = DecodeState(state.cache, sampler, jnp.where(runs, tokens, state.tokens), active, num_produced, finish, history)
     if num_logprobs is None:
         return state, Decoded(made[:, None], None, None, None)
     scores, ids, best = lax.cond(

@@ -13,6 +13,7 @@ from jaxpage.block_table import BlockTable
 from jaxpage.buckets import SWAP_BUCKETS, bucket
 from jaxpage.config import CacheConfig
 from jaxpage.engine import passes
+from jaxpage.engine.drafts import Drafter
 from jaxpage.engine.passes import Batch, Made
 from jaxpage.engine.swap import Swapped, swap_in, swap_out
 from jaxpage.kv_cache import KVCache, attach, fork, init_cache, release, reserve, truncate
@@ -32,11 +33,11 @@ class Device:
     """Rows, pool and storage on the device. Calls return at once; what they change is there for every later call.
 
     Args:
-      model: a causal model.
+      model: a causal model; a `Drafter` decodes speculatively.
       config: sizes of the cache.
       features: what requests may use of the sampler.
       eos_ids: token ids at which the model ends its text.
-      steps_per_round: most decode steps of one call.
+      steps_per_round: most tokens of a sequence in one call.
       backend: of the cache's layout, see `init_cache`.
       implementation: see `jaxpage.paged_attention`.
       programs: where compiled programs are kept.
@@ -63,6 +64,8 @@ class Device:
         rows = jnp.zeros(config.max_seqs, jnp.int32)
         sampler = self._sampler([], [], [], config.max_seqs, [])
         self.state = decode.init_state(init_cache(config, backend), sampler, rows, rows > 0)
+        if isinstance(model, Drafter):
+            self.state = model.prepare(self.state, config, backend)
 
     def _sampler(self, params: list[SamplingParams], prompts: list, produced: list, num_seqs: int, max_tokens: list[int]) -> Sampler:
         return build_sampler(
@@ -81,30 +84,30 @@ class Device:
         self.state, made = self.programs.run_call(self._mixed_call(batch))
         return made
 
-    def run_decode(self, num_rows: int, limit: int, until_end: bool) -> Made:
+    def run_decode(self, limits: np.ndarray, until_end: bool) -> Made:
         """See `passes.decode_rows`."""
-        self.state, made = self.programs.run_call(self._decode_call(num_rows, limit, until_end))
+        self.state, made = self.programs.run_call(self._decode_call(limits, until_end))
         return made
 
     def _mixed_call(self, batch: Batch) -> Call:
         options = {"num_logprobs": self.features.num_logprobs, "implementation": self.implementation}
         return Call(passes.mixed_pass, (self.model, self.state, batch), (1,), options)
 
-    def _decode_call(self, num_rows: int, limit: int, until_end: bool) -> Call:
+    def _decode_call(self, limits: np.ndarray, until_end: bool) -> Call:
         options = {
-            "num_rows": num_rows,
+            "num_rows": len(limits),
             "num_steps": self.steps_per_round,
             "num_logprobs": self.features.num_logprobs,
             "implementation": self.implementation,
         }
-        return Call(passes.decode_rows, (self.model, self.state, np.int32(limit), np.bool_(until_end)), (1,), options)
+        return Call(passes.decode_rows, (self.model, self.state, limits, np.bool_(until_end)), (1,), options)
 
     def warm_up(self, token_buckets: Sequence[int], row_buckets: Sequence[int], swaps: bool) -> None:
         """Compiles every program that a pass of these sizes, or a change between passes, needs."""
         starts, none = jnp.zeros(self.config.max_seqs + 1, jnp.int32), jnp.zeros(self.config.max_seqs, bool)
         empty = [jnp.full(size, -1, jnp.int32) for size in token_buckets]
         calls = [self._mixed_call(Batch(tokens, starts, none, none, tokens)) for tokens in empty]
-        self.programs.prepare([*calls, *(self._decode_call(rows, 0, False) for rows in row_buckets)])
+        self.programs.prepare([*calls, *(self._decode_call(np.zeros(rows, np.int32), False) for rows in row_buckets)])
         # The small ones run, on a row that is not there and on the null block.
         nowhere = self.config.max_seqs
         self.place(nowhere, SamplingParams(), 1, [], [], -1)
@@ -122,8 +125,13 @@ class Device:
     def place(self, row: int, params: SamplingParams, max_tokens: int, prompt: Sequence[int], produced: Sequence[int], token: int) -> None:
         """Gives a row to a sequence that has produced some tokens before; `token` is the one to decode from, or -1."""
         sampler = self._sampler([params], [prompt], [produced], 1, [max_tokens])
+        history = None
+        if self.state.history is not None:
+            history = np.zeros(self.state.history.shape[1], np.int32)
+            tokens = [*prompt, *produced][: history.size]
+            history[: len(tokens)] = tokens
         numbers = (np.int32(len(produced)), np.int32(token))
-        self.state = self.programs.run(passes.place, self.state, np.int32(row), sampler, *numbers, donate=(0,))
+        self.state = self.programs.run(passes.place, self.state, np.int32(row), sampler, *numbers, history, donate=(0,))
 
     def set_allowed(self, row: int, allowed: np.ndarray) -> None:
         """Sets the tokens that a row may choose next, as bits (see `sampling.Constraint`)."""

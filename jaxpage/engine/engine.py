@@ -15,6 +15,7 @@ from jaxpage.completion import Completion, Detokenize, Transcript, read_tokens
 from jaxpage.config import CacheConfig
 from jaxpage.decode import LENGTH, RUNNING, STOP
 from jaxpage.engine.device import Device
+from jaxpage.engine.drafts import with_drafts
 from jaxpage.engine.memory import Memory
 from jaxpage.engine.options import INDEXES, EngineOptions
 from jaxpage.engine.passes import Made
@@ -49,6 +50,8 @@ class EngineStats(NamedTuple):
       prompt_tokens: prompt tokens computed.
       hit_tokens: prompt tokens found in the index instead.
       tokens: tokens produced.
+      drafted_tokens: tokens guessed ahead.
+      kept_drafts: those of them that were right.
       host_seconds: time in `step` that was not spent waiting for the device.
       wait_seconds: time that was.
     """
@@ -64,6 +67,8 @@ class EngineStats(NamedTuple):
     prompt_tokens: int = 0
     hit_tokens: int = 0
     tokens: int = 0
+    drafted_tokens: int = 0
+    kept_drafts: int = 0
     host_seconds: float = 0.0
     wait_seconds: float = 0.0
 
@@ -93,6 +98,7 @@ class Engine:
         detokenize: Detokenize | None = None,
         index: PrefixIndex | None = None,
         programs: Programs | None = None,
+        draft_model: CausalModel | None = None,
     ):
         """Allocates the cache; nothing is compiled yet (see `warmup`).
 
@@ -103,9 +109,10 @@ class Engine:
           detokenize: token ids -> text, for `Completion.text` and stop strings.
           index: a prefix index of one's own instead of the one that the options name.
           programs: compiled programs, to be shared by engines: those of equal sizes then compile once.
+          draft_model: a small model of the same vocabulary that guesses ahead, where the options ask for speculation; None: prompt lookup.
 
         Raises:
-          ValueError: an option is out of range, or the index has another block size.
+          ValueError: an option is out of range, the index has another block size, or the draft model another vocabulary.
           NotImplementedError: there is no such attention implementation.
         """
         self.options = options
@@ -125,6 +132,8 @@ class Engine:
         )
         self._max_length = length
         backend = None if options.implementation is None else backend_of(options.implementation)
+        self._draft_model = draft_model
+        model = with_drafts(model, draft_model, options.speculation)
         self.programs = Programs() if programs is None else programs
         self._device = Device(
             model, config, options.features, self._eos_ids, options.steps_per_round, backend, options.implementation, self.programs
@@ -275,7 +284,7 @@ class Engine:
             plan = self._scheduler.plan()
         if plan is not None:
             mixed = isinstance(plan, MixedPlan)
-            made = self._device.run_mixed(plan.batch) if isinstance(plan, MixedPlan) else self._device.run_decode(*plan[:3])
+            made = self._device.run_mixed(plan.batch) if isinstance(plan, MixedPlan) else self._device.run_decode(*plan[:2])
             self._count(passes=1)
             self._under_way.append(_Dispatched(made, plan.pieces, mixed))
         elif not self._under_way and (too_large := self._scheduler.next_waiting()) is not None:
@@ -343,6 +352,8 @@ class Engine:
         new = seq.transcript.token_ids[len(seq.tokens) - len(seq.request.prompt) :]
         seq.tokens.extend(new)
         self._count(tokens=len(new))
+        if made.drafts is not None:
+            self._count(drafted_tokens=int(made.drafts.drafted[row]), kept_drafts=int(made.drafts.kept[row]))
         reason = "stop" if stopped else _REASONS[int(made.finish[row])]
         seq.length = min(seq.length, len(seq.tokens))  # what lies behind a stop string is not shared
         self._memory.share(seq)
@@ -431,7 +442,7 @@ class Engine:
             raise ValueError(f"the new model must have the sizes of the old one, got {model.config} for {self._device.model.config}")
         self._collect_all()
         self._memory.forget(self._seqs.values())
-        self._device.model = model
+        self._device.model = with_drafts(model, self._draft_model, self.options.speculation)
 
     def stats(self) -> EngineStats:
         """What the engine is doing and has done."""

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxpage.buckets import SEQ_BUCKETS, TOKEN_BUCKETS
+from jaxpage.engine.drafts import Speculation
 from jaxpage.engine.policy import find_scheduling
 from jaxpage.engine.scheduler import SchedulerSizes
 from jaxpage.prefix import HashIndex, RadixIndex
@@ -36,8 +37,9 @@ class EngineOptions:
       swap_bytes: host memory for preempted sequences.
       spare_share: share of the pool that an admission leaves free for the sequences that run.
       tokens_per_pass: most tokens of a pass that computes prompts; decoding sequences take one each.
-      steps_per_round: most decode steps between two looks of the host.
+      steps_per_round: most tokens of a sequence between two looks of the host.
       features: what requests may use of the sampler. What is left out costs nothing.
+      speculation: guess tokens ahead; None decodes them one by one.
       implementation: attention implementation, see `jaxpage.paged_attention`.
     """
 
@@ -56,6 +58,7 @@ class EngineOptions:
     tokens_per_pass: int = 256
     steps_per_round: int = 16
     features: Features = _FEATURES
+    speculation: Speculation | None = None
     implementation: str | None = None
 
     def __post_init__(self) -> None:
@@ -87,7 +90,7 @@ class EngineOptions:
     def scheduler_sizes(self) -> SchedulerSizes:
         """What the scheduler needs of it."""
         return SchedulerSizes(
-            rows=(*(size for size in SEQ_BUCKETS if size < self.max_seqs), self.max_seqs),
+            rows=(*(size for size in SEQ_BUCKETS[::2] if size < self.max_seqs), self.max_seqs),
             tokens=(*(size for size in TOKEN_BUCKETS if size < self.tokens_per_pass), self.tokens_per_pass),
             steps=self.steps_per_round,
             spare_blocks=int(self.spare_share * self.num_blocks),

@@ -9,6 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage import decode
 from jaxpage.decode import Decoded, DecodeState
+from jaxpage.engine.drafts import Drafter
+from jaxpage.engine.speculate import DraftCounts, speculative_loop
 from jaxpage.kv_cache import reserve
 from jaxpage.model import CausalModel
 from jaxpage.sampling import Sampler
@@ -37,7 +39,8 @@ class Made(NamedTuple):
     counts: Int[Array, " R"]  # tokens each row sampled
     finish: Int[Array, " R"]
     blocks: Int[Array, "..."]  # mixed pass: [T], of each row of the batch; decode rows: [R, W], of the new tokens' blocks in order
-    scores: Float[Array, " T"] | None  # log-probabilities of the targets
+    scores: Float[Array, " T"] | None = None  # log-probabilities of the targets
+    drafts: DraftCounts | None = None
 
 
 def mixed_pass(
@@ -77,7 +80,7 @@ def mixed_pass(
 def decode_rows(
     model: CausalModel,
     state: DecodeState,
-    limit: Int[Array, ""],
+    limits: Int[Array, " R"],
     until_end: Bool[Array, ""],
     *,
     num_rows: int,
@@ -85,13 +88,20 @@ def decode_rows(
     num_logprobs: int | None = None,
     implementation: str | None = None,
 ) -> tuple[DecodeState, Made]:
-    """Decodes the first `num_rows` rows (R) for up to `limit` steps; see `jaxpage.decode_loop`."""
+    """Decodes up to `limits` tokens of the first `num_rows` rows (R); see `jaxpage.decode_loop` and `speculative_loop`."""
     some = _first(state, num_rows)
-    size = state.cache.block_size
-    end, decoded, _ = decode.decode_loop(model, some, num_steps, limit, until_end, num_logprobs=num_logprobs, implementation=implementation)
+    size, drafts = state.cache.block_size, None
+    if isinstance(model, Drafter):
+        end, decoded, drafts = speculative_loop(
+            model, some, num_steps, limits, until_end, num_logprobs=num_logprobs, implementation=implementation
+        )
+    else:
+        end, decoded, _ = decode.decode_loop(
+            model, some, num_steps, jnp.max(limits), until_end, num_logprobs=num_logprobs, implementation=implementation
+        )
     columns = some.cache.table.lengths[:, None] // size + jnp.arange(-(-num_steps // size) + 1)[None]
     blocks = jnp.take_along_axis(end.cache.table.blocks, columns, axis=1, mode="fill", fill_value=0)
-    return _with_first(state, end), Made(decoded, end.num_produced - some.num_produced, end.finish, blocks, None)
+    return _with_first(state, end), Made(decoded, end.num_produced - some.num_produced, end.finish, blocks, drafts=drafts)
 
 
 def _first(state: DecodeState, count: int) -> DecodeState:
@@ -111,7 +121,14 @@ def _with_first(state: DecodeState, first: DecodeState) -> DecodeState:
     return DecodeState(first.cache._replace(table=table), *jax.tree.map(update, state[1:], first[1:]))
 
 
-def place(state: DecodeState, row: Int[Array, ""], sampler: Sampler, num_produced: Int[Array, ""], token: Int[Array, ""]) -> DecodeState:
+def place(
+    state: DecodeState,
+    row: Int[Array, ""],
+    sampler: Sampler,
+    num_produced: Int[Array, ""],
+    token: Int[Array, ""],
+    history: Int[Array, " W"] | None = None,
+) -> DecodeState:
     """Gives a row to a sequence.
 
     Args:
@@ -120,6 +137,7 @@ def place(state: DecodeState, row: Int[Array, ""], sampler: Sampler, num_produce
       sampler: the sequence's parameters, as a batch of one.
       num_produced: tokens it has produced before.
       token: its newest token where only that is left to compute, so that it decodes from here on; -1 where more is.
+      history: its tokens, where the state keeps them.
     """
     return state._replace(
         sampler=jax.tree.map(lambda rows, one: rows.at[row].set(one[0]), state.sampler, sampler),
@@ -127,4 +145,5 @@ def place(state: DecodeState, row: Int[Array, ""], sampler: Sampler, num_produce
         active=state.active.at[row].set(token >= 0),
         num_produced=state.num_produced.at[row].set(num_produced),
         finish=state.finish.at[row].set(decode.RUNNING),
+        history=None if state.history is None else state.history.at[row].set(history),
     )

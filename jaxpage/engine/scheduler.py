@@ -20,7 +20,7 @@ class SchedulerSizes(NamedTuple):
     Attributes:
       rows: the buckets of rows that decode together; the last is the most sequences that run.
       tokens: the buckets of tokens of a mixed pass; the last is the most.
-      steps: most decode steps of a round.
+      steps: most tokens of a sequence in a round.
       spare_blocks: blocks that an admission leaves free for those that run, besides one for each of them.
       max_passed_over: how often a waiting sequence may be passed over.
     """
@@ -51,10 +51,9 @@ class MixedPlan(NamedTuple):
 
 
 class RoundPlan(NamedTuple):
-    """A run of decode steps of the first rows."""
+    """A run of decode steps of the first rows, as many as there are limits: most tokens of each."""
 
-    num_rows: int
-    limit: int
+    limits: np.ndarray
     until_end: bool
     pieces: list[Piece]
 
@@ -161,10 +160,11 @@ class Scheduler:
         if not limit:
             return None
         pieces = [Piece(seq, seq.its_row, 0, 0, False, min(limit, seq.steps_left)) for seq in seqs]
+        limits = np.zeros(bucket(max(piece.row for piece in pieces) + 1, self.sizes.rows), np.int32)
         for piece in pieces:
             piece.seq.made_bound += piece.most
-        num_rows = bucket(max(piece.row for piece in pieces) + 1, self.sizes.rows)
-        return RoundPlan(num_rows, limit, bool(self.waiting), pieces)
+            limits[piece.row] = piece.most
+        return RoundPlan(limits, bool(self.waiting), pieces)
 
     def _plan_mixed(self, prefilling: list[Seq], decoding: list[Seq]) -> MixedPlan | None:
         decoding = decoding[: self.sizes.tokens[-1] - 1]  # there is always room for a prompt
