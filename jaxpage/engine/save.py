@@ -69,10 +69,11 @@ def save_engine(engine: "Engine", folder: Path) -> None:
     if index is not None and not isinstance(index, PrefixTree):
         raise ValueError(f"an index of class {type(index).__name__} cannot be saved")
     seqs = list(engine._seqs.values())
+    arrays = folder / f"{_ARRAYS}{secrets.token_hex(8)}"
     host = {
         "format": _FORMAT,
         "made_for": made_for(engine._device.model.config, engine.options, engine._eos_ids),
-        "arrays": f"{_ARRAYS}{secrets.token_hex(8)}",
+        "arrays": arrays.name,
         "next_id": engine._next_id,
         "stats": engine._stats._asdict(),
         "news": [update_state(update) for update in engine._news],
@@ -83,7 +84,6 @@ def save_engine(engine: "Engine", folder: Path) -> None:
         "index": None if index is None else index_state(index),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = folder / host["arrays"]
     arrays.mkdir()
     save_arrays(arrays / "state", _numbered(_arrays(engine)))
     for seq in seqs:
@@ -127,7 +127,6 @@ def load_engine(engine: "Engine", folder: Path, host: Mapping[str, Any], allowed
     Raises:
       ValueError: the arrays are broken or of other shapes, a request lacks its function, or the index is of another kind.
     """
-    arrays = folder / host["arrays"]
     _set_arrays(engine, restore_arrays(arrays / "state", _numbered(_arrays(engine))))
     seqs = {state["id"]: load_seq(state, engine._eos_ids, engine._detokenize, allowed_tokens) for state in host["seqs"]}
     for state in host["seqs"]:
