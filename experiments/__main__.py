@@ -21,6 +21,9 @@ EXPERIMENTS = {
 }
 """Module of each experiment. It is imported when the experiment is run, so that a list costs nothing."""
 
+TOOLS = {"device_check": "experiments.device_check", "tune_tiles": "experiments.tune_tiles"}
+"""What is no experiment but is run on a device: modules with a command line of their own."""
+
 USAGE = """usage: python -m experiments NAME [overrides]   run one; NAME --help lists what can be overridden
        python -m experiments SWEEP.py           run every configuration that the file's sweep() yields
        python -m experiments all                run all, and write results/report.md and results/report.html
@@ -35,8 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name in ("-h", "--help"):
             print(USAGE)
         elif name == "list":
-            for known in EXPERIMENTS:
+            for known in [*EXPERIMENTS, *TOOLS]:
                 print(f"{known}: {summary(known)}")
+        elif name in TOOLS:
+            importlib.import_module(TOOLS[name]).main(rest)
         else:
             _run(name, rest)
     except (ValueError, OSError, NotImplementedError) as error:
@@ -49,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(name: str, arguments: list[str]) -> None:
     if name != "all" and not name.endswith(".py") and name not in EXPERIMENTS:
-        raise ValueError(f"no experiment {name!r}; there are: {', '.join(EXPERIMENTS)}")
+        raise ValueError(f"no experiment {name!r}; there are: {', '.join([*EXPERIMENTS, *TOOLS])}")
     from experiments import commands  # only now: the list needs no more than Python
 
     experiments = {known: lambda module=module: load(module) for known, module in EXPERIMENTS.items()}
@@ -62,10 +67,11 @@ def _run(name: str, arguments: list[str]) -> None:
 
 
 def summary(name: str) -> str:
-    """What an experiment is about, in a line: the first of its module, which is not imported for it."""
-    spec = importlib.util.find_spec(EXPERIMENTS[name])
+    """What an experiment or tool is about, in a line: the first of its module, which is not imported for it."""
+    module = {**EXPERIMENTS, **TOOLS}[name]
+    spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
-        raise ValueError(f"the experiment {name} has no module {EXPERIMENTS[name]}")
+        raise ValueError(f"the experiment {name} has no module {module}")
     text = ast.get_docstring(ast.parse(pathlib.Path(spec.origin).read_text(encoding="utf-8"))) or ""
     return text.partition("\n")[0]
 
