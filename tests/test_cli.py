@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,40 @@ def test_stats_are_one_line(capsys):
     (line,) = [line for line in out.splitlines() if line.startswith("stats:")]
     for word in ("prompt tokens computed", "0 shared", "5 tokens produced", "tokens/s", "blocks used", "of KV", "hold a token"):
         assert word in line
+
+
+def test_samples_of_a_prompt_have_seeds_of_their_own(capsys):
+    generate("--prompt", "abc", "--n", 3, "--temperature", 1.5, "--json", "-", "--ignore-eos")
+    lines = sorted((json.loads(line) for line in capsys.readouterr().out.splitlines()), key=lambda line: line["sample"])
+    assert [(line["index"], line["sample"]) for line in lines] == [(0, 0), (0, 1), (0, 2)]
+    assert len({tuple(line["token_ids"]) for line in lines}) == 3
+    generate("--prompt", "abc", "--seed", 2, "--temperature", 1.5, "--json", "-", "--ignore-eos")
+    assert json.loads(capsys.readouterr().out)["token_ids"] == lines[2]["token_ids"]
+
+
+def test_beams_are_printed_the_best_first(capsys):
+    generate("--prompt", "abc", "--beam", 3, "--n", 2, "--json", "-")
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first["score"] >= second["score"] and first["token_ids"] != second["token_ids"]
+    assert "none of the options of sampling" in error_of(capsys, ["generate", "--model", LLAMA, "--prompt", "a", "--beam", 2, "--top-k", 3])
+
+
+def test_guessing_ahead_changes_no_token(capsys):
+    generate("--prompt", "abcabcabcabc", "--json", "-")
+    plain = capsys.readouterr().out
+    generate("--prompt", "abcabcabcabc", "--json", "-", "--speculate", "prompt-lookup")
+    assert capsys.readouterr().out == plain
+
+
+def test_a_conversation_finds_its_earlier_turns_in_the_cache(capsys, monkeypatch):
+    lines = iter(["hello", "and again", "/stats", "/tree", "/clear", "/what", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    cli.main(["chat", "--model", LLAMA, "--max-tokens", "4"])
+    out = capsys.readouterr().out
+    hits, asked = map(int, re.search(r"(\d+) of (\d+) prompt tokens were in the cache", out).groups())
+    assert 0 < hits < asked
+    assert "namespace ''" in out
+    assert out.count("/clear begins anew") == 2
 
 
 def test_seeds_of_prompts_follow_each_other(capsys):

@@ -13,9 +13,12 @@ import jaxpage
 from jaxpage import admission, prompts
 from jaxpage.cli import output
 from jaxpage.cli.fetch import load_named_model
+from jaxpage.programs import Programs
 from models import LoadedModel
 
 __all__ = ["Generate"]
+
+_LOOKUP = "prompt-lookup"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,10 @@ class Generate:
     """Blocks in the pool, the null block included; by default as many as the prompts may need."""
     max_seqs: int = 64
     """Most texts to run at a time."""
+    beam: int = 0
+    """Beam search of this width instead of sampling; --n texts of it are printed, the best first. 0 is none."""
+    speculate: str | None = None
+    """Guess tokens ahead, which changes the speed and not the text: prompt-lookup, or a small model of the same vocabulary."""
     prefix_index: Literal["radix", "hash", "none"] = "radix"
     """How prompts with the same beginning are found, so that they share its blocks: to the token, by full blocks, or not at all."""
     dtype: str = "float32"
@@ -95,6 +102,9 @@ class Generate:
         loaded = load_named_model(self.model, self.dtype)
         tokenizer = loaded.tokenizer
         ids = [tokenizer.chat([{"role": "user", "content": text}]) if self.chat else tokenizer.encode(text) for text in texts]
+        if self.beam:
+            self._search(loaded, ids, params, texts)
+            return
         engine = self._engine(loaded, ids, params)
         jobs = self._submit(engine, ids, params, texts)
         streams = {name: output.StreamedText(tokenizer, self.stop) for name in jobs}
@@ -124,6 +134,36 @@ class Generate:
         names = {field.name for field in dataclasses.fields(jaxpage.SamplingParams)}
         return jaxpage.SamplingParams(**{name: value for name, value in vars(self).items() if name in names})
 
+    def _search(self, loaded: LoadedModel, ids: list[list[int]], params: jaxpage.SamplingParams, texts: list[str]) -> None:
+        """Beam search, one prompt after another."""
+        plain = jaxpage.SamplingParams(params.max_tokens, seed=params.seed)
+        if params != plain or self.stream or self.stats or self.speculate:
+            raise ValueError("beam takes --n and --max-tokens, and none of the options of sampling, --stream, --stats or --speculate")
+        if self.n > self.beam:
+            raise ValueError(f"n must be at most the beam's width of {self.beam}, got {self.n}")
+        programs, eos_ids = Programs(), loaded.tokenizer.eos_ids
+        with output.json_output(self.json) as file:
+            for number, prompt in enumerate(ids):
+                found = jaxpage.beam_search(
+                    loaded.decoder,
+                    prompt,
+                    width=self.beam,
+                    max_tokens=self.max_tokens,
+                    num_return=self.n,
+                    eos_ids=eos_ids,
+                    block_size=self.block_size,
+                    cache_dtype=self.dtype,
+                    programs=programs,
+                )
+                for sample, each in enumerate(found):
+                    text = loaded.tokenizer.decode([token for token in each.token_ids if token not in eos_ids])
+                    done = jaxpage.Completion(number, tuple(prompt), each.token_ids, text, each.finish_reason, None, None)
+                    if file is not None:
+                        entry = output.record(done, number, sample, texts[number]) | {"score": each.score}
+                        print(json.dumps(entry, ensure_ascii=False), file=file, flush=True)
+                    if self.json != "-":
+                        print(output.show_completion(done, f"{number}.{sample}, score {each.score:.3f}", texts[number]), flush=True)
+
     def _engine(self, loaded: LoadedModel, ids: list[list[int]], params: jaxpage.SamplingParams) -> jaxpage.Engine:
         """An engine for just these prompts."""
         admission.check_sizes(self.block_size, self.max_seqs, self.num_blocks)
@@ -146,8 +186,12 @@ class Generate:
             tokens_per_pass=512,
             steps_per_round=8 if self.stream else 32,
             features=jaxpage.Features.of([params], loaded.tokenizer.eos_ids),
+            speculation=jaxpage.Speculation() if self.speculate else None,
         )
-        return jaxpage.Engine(loaded.decoder, options, eos_ids=loaded.tokenizer.eos_ids, detokenize=loaded.tokenizer.decode)
+        draft = None if self.speculate in (None, _LOOKUP) else load_named_model(self.speculate, self.dtype).decoder
+        return jaxpage.Engine(
+            loaded.decoder, options, eos_ids=loaded.tokenizer.eos_ids, detokenize=loaded.tokenizer.decode, draft_model=draft
+        )
 
     def _submit(self, engine: jaxpage.Engine, ids: list[list[int]], params: jaxpage.SamplingParams, texts: list[str]) -> "dict[int, _Job]":
         """All texts of all prompts, by their requests; further samples of a prompt take over the blocks of the first."""
@@ -194,7 +238,11 @@ def _stats_line(engine: jaxpage.Engine, peak: jaxpage.Usage) -> str:
     seconds = stats.host_seconds + stats.wait_seconds - engine.programs.compile_seconds
     return (
         f"stats: {stats.prompt_tokens} prompt tokens computed and {stats.hit_tokens} shared, {stats.tokens} tokens produced, "
-        f"in {seconds:.2f} s ({stats.tokens / seconds:.1f} tokens/s), compile {engine.programs.compile_seconds:.1f} s; "
+        f"{_drafts(stats)}in {seconds:.2f} s ({stats.tokens / seconds:.1f} tokens/s), compile {engine.programs.compile_seconds:.1f} s; "
         f"{peak.blocks_used} of {peak.blocks_total} blocks used, pool {engine.kv_bytes / 1e6:.1f} MB of KV, "
         f"{peak.share:.1%} of the slots in used blocks hold a token"
     )
+
+
+def _drafts(stats: jaxpage.EngineStats) -> str:
+    return f"{stats.kept_drafts} of {stats.drafted_tokens} guesses right, " if stats.drafted_tokens else ""
