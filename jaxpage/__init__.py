@@ -1,6 +1,7 @@
 """jaxpage: paged attention in JAX, from block pools to a jitted decode loop."""
 
 from jaxpage.attention import IMPLEMENTATIONS, debug_checks, interpret_kernels, paged_attention, query_positions, supports
+from jaxpage.beam import Hypothesis, beam_search
 from jaxpage.block_pool import BlockPool
 from jaxpage.block_table import BlockTable
 from jaxpage.completion import Completion, TokenLogprob
@@ -32,6 +33,7 @@ __all__ = [
     "EngineOptions",
     "EngineStats",
     "Features",
+    "Hypothesis",
     "KVCache",
     "Sampler",
     "SamplingParams",
@@ -41,6 +43,7 @@ __all__ = [
     "Update",
     "Usage",
     "attach",
+    "beam_search",
     "build_sampler",
     "check_cache",
     "debug_checks",

@@ -32,7 +32,8 @@ class Completion:
       prompt_ids: the prompt.
       token_ids: the tokens produced, the stop id included.
       text: the tokens before a stop id as text, cut at a stop string; None without a detokenizer.
-      finish_reason: "stop", "length" or "out_of_blocks".
+      finish_reason: "stop" at a stop id or string, "length" at its most tokens, "out_of_blocks" where the pool is too small for it alone,
+        "aborted" by its user, or "no_allowed_token" where its constraint left none to choose.
       logprobs: of each token produced, where asked for.
       prompt_logprobs: of each prompt token given those before it, None for the first; where asked for.
     """
@@ -58,7 +59,7 @@ class Transcript:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[float | None] = [None]
-        self._stop_ids = frozenset(stop_ids(params, eos_ids))
+        self.stop_ids = frozenset(stop_ids(params, eos_ids))
         self._detokenize = detokenize
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
@@ -94,7 +95,7 @@ class Transcript:
     def _text(self, count: int) -> str:
         assert self._detokenize is not None
         ids = self.token_ids[:count]
-        if ids and ids[-1] in self._stop_ids and count >= self.params.min_tokens:
+        if ids and ids[-1] in self.stop_ids and count >= self.params.min_tokens:
             ids = ids[:-1]
         return self._detokenize(ids)
 

@@ -162,7 +162,7 @@ def _constrained(scores: Float[Array, "S V"], constraint: Constraint | None) -> 
     tokens = jnp.arange(scores.shape[1], dtype=jnp.uint32)
 
     def apply() -> Float[Array, "S V"]:
-        allowed = (constraint.allowed[:, tokens // 32] >> (tokens % 32)) & 1 > 0
+        allowed = (constraint.allowed[:, tokens // 32] >> (tokens % 32)[None]) & 1 > 0
         return jnp.where(allowed | ~constraint.applies[:, None], scores, _NEVER)
 
     return lax.cond(jnp.any(constraint.applies), apply, lambda: scores)

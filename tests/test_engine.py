@@ -119,6 +119,22 @@ def test_a_whole_prompt_in_the_index_still_computes_its_last_token(roomy):
     assert roomy.stats().hit_tokens - before == 7
 
 
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_equal_prompts_in_one_pass_share_only_what_is_written(tiny, prompts, index):
+    engine = make_engine(tiny, 400, prefix_index=index)
+    completions = engine.generate([prompts[3]] * 3, SamplingParams(max_tokens=5))
+    assert ids(completions) == ids(jaxpage.generate(tiny, [prompts[3]] * 3, SamplingParams(max_tokens=5), block_size=4))
+    check_engine(engine)
+
+
+def test_a_pool_that_fits_one_request_serves_ten_in_turn(tiny, prompts):
+    engine = make_engine(tiny, 12, prefix_index="none")
+    wanted = ids(jaxpage.generate(tiny, prompts[2:3], SamplingParams(max_tokens=9), block_size=4))
+    for _ in range(10):
+        assert ids(engine.generate(prompts[2:3], SamplingParams(max_tokens=9))) == wanted
+        assert int(engine._device.state.cache.pool.num_free) == 11
+
+
 def test_prompt_logprobs_are_the_same_with_a_hit(tiny):
     """A block of 32 tokens and 33 tokens, twice."""
     engine = make_engine(tiny, 20, block_size=32)
@@ -135,11 +151,11 @@ def test_prompt_logprobs_are_the_same_with_a_hit(tiny):
 
 def test_all_of_the_sampler_is_the_same_as_in_a_batch(tiny, prompts):
     asked = [
-        SamplingParams(max_tokens=20, temperature=0.8, top_k=7, seed=1, logprobs=2),
-        SamplingParams(max_tokens=20, repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.2),
-        SamplingParams(max_tokens=20, temperature=1.2, top_p=0.7, min_p=0.05, seed=3),
-        SamplingParams(max_tokens=20, logit_bias={5: 3.0, 6: -8.0}, stop_ids=(5,), min_tokens=2, logprobs=0),
-        SamplingParams(max_tokens=20),
+        SamplingParams(max_tokens=40, temperature=0.8, top_k=7, seed=1, logprobs=2),
+        SamplingParams(max_tokens=40, repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.2),
+        SamplingParams(max_tokens=40, temperature=1.2, top_p=0.7, min_p=0.05, seed=3),
+        SamplingParams(max_tokens=40, logit_bias={5: 3.0, 6: -8.0}, stop_ids=(5,), min_tokens=2, logprobs=0),
+        SamplingParams(max_tokens=40),
     ]
     # The pool is too small for all of them: penalties count again what was produced before a preemption.
     features = Features(random=True, truncated=True, penalised=True, num_biases=2, num_stop_ids=1, num_logprobs=2)

@@ -2,8 +2,11 @@
 
 import collections
 import dataclasses
+import os
 import time
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -14,13 +17,15 @@ from jaxpage.attention import backend_of
 from jaxpage.completion import Completion, Detokenize, Transcript, read_tokens
 from jaxpage.config import CacheConfig
 from jaxpage.decode import LENGTH, RUNNING, STOP
+from jaxpage.engine.constraint import AllowedTokens, next_words
 from jaxpage.engine.device import Device
 from jaxpage.engine.drafts import with_drafts
 from jaxpage.engine.memory import Memory
 from jaxpage.engine.options import INDEXES, EngineOptions
 from jaxpage.engine.passes import Made
 from jaxpage.engine.policy import find_scheduling
-from jaxpage.engine.scheduler import MixedPlan, Piece, Scheduler
+from jaxpage.engine.save import check_same, load_engine, read_host, save_engine
+from jaxpage.engine.scheduler import MixedPlan, Piece, RoundPlan, Scheduler
 from jaxpage.engine.seq import Seq
 from jaxpage.generate import Update
 from jaxpage.inspect import Usage
@@ -164,6 +169,7 @@ class Engine:
         priority: int = 0,
         namespace: str = "",
         request_id: int | None = None,
+        allowed_tokens: AllowedTokens | None = None,
     ) -> int:
         """Adds a request.
 
@@ -173,6 +179,8 @@ class Engine:
           priority: higher is preempted later, and admitted first under the scheduling policy "priority".
           namespace: prefixes are shared within it only.
           request_id: its name; None: the next number.
+          allowed_tokens: says before each token which ones may be chosen. A request that may choose none ends with the reason
+            "no_allowed_token". While such requests run, nothing is computed ahead.
 
         Returns:
           The name.
@@ -198,11 +206,13 @@ class Engine:
                 f"{self._memory.ledger.total} blocks of {self.options.block_size}: it may have {room}"
             )
         check_features(params, self._eos_ids, self.options.features)
+        if allowed_tokens is not None and not self.options.features.constrained:
+            raise ValueError("allowed_tokens cannot be used here: the feature 'constrained' is off")
         if params.stop and self._detokenize is None:
             raise ValueError("stop strings need a detokenizer")
         request = request._replace(prompt_index=name, max_tokens=min(request.max_tokens, self._max_length - len(request.prompt) + 1))
         transcript = Transcript(name, request.prompt, params, self._eos_ids, self._detokenize)
-        seq = Seq(name, request, transcript, list(request.prompt), priority, namespace, arrival=self._next_id)
+        seq = Seq(name, request, transcript, list(request.prompt), priority, namespace, self._next_id, allowed_tokens=allowed_tokens)
         return self._add(seq)
 
     def _add(self, seq: Seq) -> int:
@@ -216,7 +226,7 @@ class Engine:
 
         Args:
           request_id: a request that has not ended.
-          params: of the new one, its seed among them. `max_tokens` counts the tokens that it begins with.
+          params: of the new one, its seed among them. `max_tokens` counts the tokens that it begins with. A constraint is the parent's.
           from_prompt: begin after the prompt, not after what has been produced since.
 
         Returns:
@@ -230,7 +240,8 @@ class Engine:
         produced = [] if from_prompt else list(parent.transcript.token_ids)
         if params.max_tokens <= len(produced):
             raise ValueError(f"max_tokens must be above the {len(produced)} tokens that the fork begins with, got {params.max_tokens}")
-        name = self.submit(parent.request.prompt, params, priority=parent.priority, namespace=parent.namespace)
+        prompt, constraint = parent.request.prompt, parent.allowed_tokens
+        name = self.submit(prompt, params, priority=parent.priority, namespace=parent.namespace, allowed_tokens=constraint)
         child = self._seqs[name]
         child.transcript.token_ids.extend(produced)
         child.transcript.logprobs.extend(parent.transcript.logprobs[: len(produced)])
@@ -265,7 +276,11 @@ class Engine:
         return len(self._seqs)
 
     def step(self) -> list[Update]:
-        """Dispatches one pass, and hands out the news that have come in since the last call."""
+        """Dispatches one pass, and hands out the news that have come in since the last call.
+
+        Raises:
+          ValueError: an `allowed_tokens` returned no mask; names the request. The others go on once that is aborted.
+        """
         start, waited = time.perf_counter(), self._stats.wait_seconds
         self._advance()
         self._count(host_seconds=time.perf_counter() - start - (self._stats.wait_seconds - waited))
@@ -273,6 +288,7 @@ class Engine:
         return news
 
     def _advance(self) -> None:
+        self._constrain()
         self._admit()
         plan = self._scheduler.plan()
         while plan is None and self._scheduler.short_of_blocks:
@@ -289,8 +305,8 @@ class Engine:
             self._under_way.append(_Dispatched(made, plan.pieces, mixed))
         elif not self._under_way and (too_large := self._scheduler.next_waiting()) is not None:
             self._end(too_large, "out_of_blocks")  # nothing runs, and what the index keeps is pinned
-        # One pass may be under way while the host prepares the next; not so where the next depends on who ends in this one.
-        ahead = 1 if plan is not None and not self._scheduler.waiting else 0
+        # One pass may be under way while the host prepares the next; not so where that depends on who ends in this one, or on its tokens.
+        ahead = not (plan is None or self._scheduler.waiting or self._constrained() or _makes_first_tokens(plan))
         while len(self._under_way) > ahead:
             self._collect()
 
@@ -305,6 +321,23 @@ class Engine:
             seq.decoding = left == 1
             computed_before = min(seq.computed, len(request.prompt))
             self._count(hit_tokens=computed_before, prompt_tokens=len(request.prompt) - computed_before)
+            self._constrain()
+
+    def _constrained(self) -> list[Seq]:
+        return [seq for seq in self._scheduler.running if seq.allowed_tokens is not None]
+
+    def _constrain(self) -> None:
+        """Tells the device what constrained sequences may choose next, and ends those that may choose nothing."""
+        for seq in self._constrained():
+            produced = len(seq.transcript.token_ids)
+            if seq.allowed_tokens is None or seq.allowed_known == produced:
+                continue
+            words = next_words(seq.allowed_tokens, seq.transcript, self._device.model.config.vocab_size)
+            if words is None:
+                self._end(seq, "no_allowed_token")
+            else:
+                self._device.set_allowed(seq.its_row, words)
+                seq.allowed_known = produced
 
     def _give_way(self) -> None:
         victim = self._scheduler.victim()
@@ -444,6 +477,59 @@ class Engine:
         self._memory.forget(self._seqs.values())
         self._device.model = with_drafts(model, self._draft_model, self.options.speculation)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes pool, tables, index and requests to a folder; the engine goes on, and so does what is restored from there.
+
+        It waits for what is under way first. A save that fails or is killed leaves the one before as it was. The folder holds all
+        prompts and the secret of a hash index, but no weights.
+
+        Args:
+          path: the folder; what was saved there before is replaced at the end.
+
+        Raises:
+          ValueError: the index is of a class of one's own.
+        """
+        self._collect_all()
+        self._memory.check_attached()
+        save_engine(self, Path(path))
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | os.PathLike[str],
+        model: CausalModel,
+        options: EngineOptions,
+        *,
+        allowed_tokens: Mapping[int, AllowedTokens] = types.MappingProxyType({}),
+        eos_ids: Sequence[int] = (),
+        detokenize: Detokenize | None = None,
+        index: PrefixIndex | None = None,
+        programs: Programs | None = None,
+        draft_model: CausalModel | None = None,
+    ) -> "Engine":
+        """An engine that goes on where a saved one was: each request gets the tokens that it would have got.
+
+        Args:
+          path: the folder.
+          model: with the weights of the saved engine's, which are not in the folder.
+          options: those of the saved engine.
+          allowed_tokens: by its name, the function of each request that had one.
+          eos_ids: those of the saved engine.
+          detokenize: see `Engine`.
+          index: an empty index, where the saved engine was given one of its own.
+          programs: see `Engine`.
+          draft_model: the saved engine's.
+
+        Raises:
+          FileNotFoundError: there is no saved engine.
+          ValueError: it is broken, or differs; says in what.
+        """
+        host = read_host(Path(path))
+        check_same(host, model.config, options, eos_ids)
+        engine = cls(model, options, eos_ids=eos_ids, detokenize=detokenize, index=index, programs=programs, draft_model=draft_model)
+        load_engine(engine, Path(path), host, allowed_tokens)
+        return engine
+
     def stats(self) -> EngineStats:
         """What the engine is doing and has done."""
         ledger, index = self._memory.ledger, self._memory.index
@@ -472,3 +558,8 @@ class Engine:
         """Ends all requests and takes no more. Returns what they have produced."""
         self._closed = True
         return [self.abort(name) for name in list(self._seqs)]
+
+
+def _makes_first_tokens(plan: MixedPlan | RoundPlan) -> bool:
+    """Whether somebody waits for the first token: it comes now, not after the next pass."""
+    return any(piece.known and piece.most for piece in plan.pieces)

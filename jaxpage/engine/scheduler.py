@@ -75,6 +75,11 @@ class Scheduler:
         self._key = key
         self._free_rows = list(range(sizes.rows[-1]))
 
+    def take_over(self, running: list[Seq], waiting: list[Seq]) -> None:
+        """Begins with sequences that another scheduler left."""
+        self.running, self.waiting = running, waiting
+        self._free_rows = [row for row in range(self.sizes.rows[-1]) if all(row != seq.row for seq in running)]
+
     def admit(self) -> Seq | None:
         """Gives a row to the next waiting sequence, if there is one that may start, a row, and blocks for all its tokens."""
         seq = self.next_waiting()
@@ -154,7 +159,9 @@ class Scheduler:
         return True
 
     def _plan_round(self, seqs: list[Seq]) -> RoundPlan | None:
-        limit = min(self.sizes.steps, max(seq.steps_left for seq in seqs))
+        # What a constrained sequence may choose depends on the token before.
+        steps = 1 if any(seq.allowed_tokens is not None for seq in seqs) else self.sizes.steps
+        limit = min(steps, max(seq.steps_left for seq in seqs))
         while limit and not self._promise(seqs, limit):
             limit //= 2
         if not limit:

@@ -4,6 +4,7 @@ import dataclasses
 
 from jaxpage.admission import Request
 from jaxpage.completion import Transcript
+from jaxpage.engine.constraint import AllowedTokens
 from jaxpage.engine.swap import Swapped
 from jaxpage.prefix import Match
 
@@ -38,6 +39,8 @@ class Seq:
       inserted: its blocks that the index has been offered.
       shareable: what it computes may be shared: it runs under the weights of now.
       swapped: its keys and values, while they are in host memory.
+      allowed_tokens: says what it may choose next; None: anything.
+      allowed_known: how many tokens it had produced when the device was told last what it may choose; None while it was not.
     """
 
     id: int
@@ -61,6 +64,8 @@ class Seq:
     inserted: int = 0
     shareable: bool = True
     swapped: Swapped | None = None
+    allowed_tokens: AllowedTokens | None = None
+    allowed_known: int | None = None
 
     @property
     def steps_left(self) -> int:
@@ -75,7 +80,7 @@ class Seq:
 
     def forget_row(self) -> None:
         """It holds nothing on the device any more."""
-        self.row, self.blocks, self.parent, self.match = None, [], None, None
+        self.row, self.blocks, self.parent, self.match, self.allowed_known = None, [], None, None, None
         self.length = self.bound = self.computed = self.inserted = 0
         self.decoding = self.shared_tail = False
         self.shareable = True

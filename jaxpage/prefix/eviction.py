@@ -93,6 +93,10 @@ class EvictionQueue[Item: Record]:
                 return item
         return None
 
+    def items(self) -> list[Item]:
+        """The candidates in the order in which they were pushed last, which decides between equal keys."""
+        return sorted(self._newest, key=self._newest.__getitem__)
+
     def clear(self) -> None:
         """Takes out all."""
         self._heap.clear()

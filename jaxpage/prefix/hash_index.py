@@ -85,10 +85,13 @@ class HashIndex(PrefixTree):
                 keys=[key],
                 blocks=[blocks[place]],
             )
-            self._nodes[key] = node
+            self._add(node)
             self._link(node)
         self._tell_stored(namespace, held[-1] if held else 0, added, chunks[len(nodes) : full])
         return node, added
+
+    def _add(self, node: Node) -> None:
+        self._nodes[node.keys[0]] = node
 
     def _unlink(self, node: Node, key: bytes) -> None:
         del self._nodes[key]

@@ -167,7 +167,6 @@ class RadixIndex(PrefixTree):
         return before
 
     def _add(self, node: Node) -> None:
-        """Makes a node findable."""
         self._children.setdefault(node.namespace if node.parent is None else node.parent, _Siblings()).add(node)
 
     def _unlink(self, node: Node, key: bytes) -> None:

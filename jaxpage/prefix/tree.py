@@ -56,6 +56,10 @@ class PrefixTree(abc.ABC):
         """Links what is not there yet. Returns the node in which the sequence ends now, and the blocks that are newly held."""
 
     @abc.abstractmethod
+    def _add(self, node: Node) -> None:
+        """Makes a node findable."""
+
+    @abc.abstractmethod
     def _unlink(self, node: Node, key: bytes) -> None:
         """Makes a node that began with `key` unfindable."""
 
