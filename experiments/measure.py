@@ -1,13 +1,14 @@
-"""What benchmarks share: the sizes of the model they run, and timing in pairs."""
+"""What benchmarks share: the sizes of the models they run, and timing in pairs."""
 
 import statistics
+import types
 from collections.abc import Callable
 
 from models import ModelConfig
 
-__all__ = ["SMOLLM2_135M", "paired"]
+__all__ = ["SIZES", "paired"]
 
-SMOLLM2_135M = ModelConfig(
+_SMOLLM2_135M = ModelConfig(
     vocab_size=49152,
     hidden_size=576,
     intermediate_size=1536,
@@ -19,6 +20,21 @@ SMOLLM2_135M = ModelConfig(
     rope_theta=100000.0,
     tie_embeddings=True,
 )
+
+_TINY = ModelConfig(
+    vocab_size=4096,
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    max_length=8192,
+    tie_embeddings=True,
+)
+
+SIZES = types.MappingProxyType({"smollm2-135m": _SMOLLM2_135M, "tiny": _TINY})
+"""Models by name; the experiments give them random weights."""
 
 
 def paired(first: Callable[[], float], second: Callable[[], float], pairs: int) -> tuple[float, float, list[float]]:

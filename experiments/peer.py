@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 import jaxpage
-from experiments.measure import SMOLLM2_135M, paired
-from experiments.runner import Row
+from experiments.experiment import Row
+from experiments.measure import paired
 from models import Decoder
 
 __all__ = ["transformers_process", "transformers_row"]
@@ -44,7 +44,7 @@ def transformers_process(python: str) -> Iterator[Callable[[dict], dict]]:
 def transformers_row(model: Decoder, dtype: str, batch: int, ask: Callable[[dict], dict], *, block_size: int, pairs: int, seed: int) -> Row:
     """Tokens per second of whole generations, prompts included, ours and transformers' in turn."""
     prompt_tokens, new_tokens = 128, 32
-    sizes = SMOLLM2_135M
+    sizes = model.config
     request = {
         "dtype": dtype,
         "batch": batch,
@@ -75,9 +75,6 @@ def transformers_row(model: Decoder, dtype: str, batch: int, ask: Callable[[dict
     versions = ask(request)["versions"]
     peer, own, ratios = paired(lambda: ask(request)["seconds"], ours, pairs)
     return {
-        "row": "peer",
-        "dtype": dtype,
-        "batch": batch,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         "transformers_tokens_per_s": batch * new_tokens / peer,

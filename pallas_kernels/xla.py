@@ -20,8 +20,9 @@ __all__ = ["LAYOUT", "attend", "supports", "write"]
 LAYOUT = "xla"  # of the cache it runs on
 
 _CHUNK_BYTES = 8 * 2**20  # keys and values a step aims to gather for all tiles of a group
-_CHUNK_TOKENS = (64, 2048)  # fewest and most context tokens a step gathers for each tile
-_TILE_QUERIES = 64  # queries of a prefill tile
+_FEWEST_TOKENS = 64  # of the context that a step gathers for each tile
+_TILE_QUERIES = (8, 64)  # fewest and most queries of a prefill tile
+_MOST_TOKENS = {"decode": 2048, "prefill": 256}  # a tile of prefill computes all it gathers, of a short context for nothing
 _GROUP_TILES = {"decode": 64, "prefill": 8}  # tiles that walk their contexts together
 _MASKED = -1e30  # finite, so that a row that sees nothing stays free of NaN
 
@@ -89,11 +90,13 @@ def attend(
     num_tiles, tile = cut.row.shape
     num_blocks, block_size, _, _ = layout.sizes(storage)
     visible = visible_lengths(block_table, lengths, num_blocks, block_size)
-    size = min(num_tiles, _GROUP_TILES["decode" if query_starts is None else "prefill"])
+    kind = "decode" if query_starts is None else "prefill"
+    size = min(num_tiles, _GROUP_TILES[kind])
 
     def run(cut: Cut) -> Float[Array, "P tile H D"]:
         tiles, start = _load_tiles(cut, q, storage, block_table, visible, window, sinks)
-        done = _walk_context(tiles, start, storage, size == num_tiles, scale=scale, window=window, soft_cap=soft_cap)
+        chunk = (_FEWEST_TOKENS, _MOST_TOKENS[kind])
+        done = _walk_context(tiles, start, storage, chunk, size == num_tiles, scale=scale, window=window, soft_cap=soft_cap)
         out = jnp.where(done.highest > _MASKED, 1.0 / done.total, 0.0)[..., None] * done.out
         out = jnp.moveaxis(out.reshape(size, tiles.q.shape[1], tile, -1, head_dim), 2, 1)
         return out.reshape(size, tile, num_heads, head_dim).astype(q.dtype)
@@ -128,8 +131,9 @@ def _cut_decode(lengths: Int[Array, " S"]) -> tuple[Cut, Int[Array, " T"], Int[A
 def _cut_ragged(
     lengths: Int[Array, " S"], query_starts: Int[Array, " S+1"], num_queries: int
 ) -> tuple[Cut, Int[Array, " T"], Int[Array, " T"]]:
-    """Tiles of up to _TILE_QUERIES queries. Also the tile of each query, and its offset there."""
-    num_seqs, tile = lengths.shape[0], min(_TILE_QUERIES, num_queries)
+    """Tiles of as many queries as a sequence has on average, so that few of their rows are empty. Also each query's tile, and its place."""
+    num_seqs, (fewest, most) = lengths.shape[0], _TILE_QUERIES
+    tile = min(max(fewest, min(num_queries // num_seqs, most)), num_queries)
     counts = query_starts[1:] - query_starts[:-1]
     tile_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-counts // tile))])
     index = jnp.arange(min(num_seqs, num_queries) + num_queries // tile, dtype=jnp.int32)  # at most so many tiles
@@ -180,20 +184,21 @@ def _walk_context(
     tiles: Tiles,
     running: Running,
     storage: layout.XlaStorage,
+    chunk_tokens: tuple[int, int],
     only_group: bool,
     *,
     scale: float,
     window: int | None,
     soft_cap: float | None,
 ) -> Running:
-    """Folds the whole context of one group of tiles, chunk by chunk, into its running softmax.
+    """Folds the whole context of one group of tiles, chunk by chunk, into its running softmax. A chunk has so many tokens, from and to.
 
     One of several groups may hold no query at all, and then takes no step; the only group takes a single chunk without a loop.
     """
     num_blocks, block_size, num_kv_heads, head_dim = layout.sizes(storage)
     num_tiles, width = tiles.blocks.shape
     token_bytes = 2 * num_tiles * num_kv_heads * head_dim * storage.keys.dtype.itemsize
-    budget = min(max(_CHUNK_BYTES // token_bytes, _CHUNK_TOKENS[0]), _CHUNK_TOKENS[1])
+    budget = min(max(_CHUNK_BYTES // token_bytes, chunk_tokens[0]), chunk_tokens[1])
     unit = _largest_divisor(block_size, budget)  # tokens of a gathered row: a block, or a part of a large one
     parts = block_size // unit
     num_units = width * parts

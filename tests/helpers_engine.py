@@ -25,5 +25,5 @@ def check_engine(engine: Engine) -> None:
     check_cache(cache, holds=np.array(engine.index.blocks if engine.index is not None else []))
     if engine.index is not None:
         check_index(engine.index)  # type: ignore[arg-type]
-    if not engine._under_way:
+    if not engine._runner.under_way:
         np.testing.assert_array_equal(cache.pool.refs, engine._memory.ledger.refs)

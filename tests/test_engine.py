@@ -221,9 +221,9 @@ def test_forks_share_blocks_and_have_seeds_of_their_own(tiny, prompts):
 
 def test_a_fork_goes_on_from_what_was_produced(tiny, roomy, prompts):
     parent = roomy.submit(prompts[1], SamplingParams(max_tokens=20))
-    while len(roomy._seqs[parent].transcript.token_ids) < 7:
+    while len(roomy._runner.seqs[parent].transcript.token_ids) < 7:
         roomy.step()
-    shared = tuple(roomy._seqs[parent].transcript.token_ids)
+    shared = tuple(roomy._runner.seqs[parent].transcript.token_ids)
     child = roomy.fork(parent, SamplingParams(max_tokens=len(shared) + 5, temperature=1.0, seed=3))
     ends = {}
     while roomy.unfinished:
@@ -240,7 +240,7 @@ def test_new_weights_forget_old_prefixes_and_keep_the_pool(tiny, prompts):
     engine = make_engine(tiny, 100)
     engine.generate(prompts[2:3])
     running = engine.submit(prompts[4], SamplingParams(max_tokens=30))
-    while not engine._seqs[running].transcript.token_ids:
+    while not engine._runner.seqs[running].transcript.token_ids:
         engine.step()
     before = engine.stats().hit_tokens
     engine.set_model(other)
@@ -330,8 +330,8 @@ def test_nothing_is_compiled_after_warm_up(tiny, prompts):
             prompt = prompts[random.integers(len(prompts))][: random.integers(1, 50)]
             sampled = SamplingParams(max_tokens=int(random.integers(1, 20)), temperature=float(random.integers(2)), seed=step)
             engine.submit(prompt, sampled)
-        if engine._seqs and random.random() < 0.2:
-            engine.fork(int(random.choice(list(engine._seqs))), SamplingParams(max_tokens=40))
+        if engine._runner.seqs and random.random() < 0.2:
+            engine.fork(int(random.choice(list(engine._runner.seqs))), SamplingParams(max_tokens=40))
         engine.step()
     assert engine.stats().preemptions > 0
     assert len(engine.programs.compiled) == count

@@ -25,7 +25,7 @@ def test_random_workload(tiny, index):
     prompts, asked, ends = {}, {}, {}
 
     def remember(name):
-        seq = engine._seqs[name]
+        seq = engine._runner.seqs[name]
         prompts[name], asked[name] = seq.request.prompt, seq.request.params
 
     def submit():
@@ -37,15 +37,15 @@ def test_random_workload(tiny, index):
         )
 
     def fork():
-        parent = random.choice(list(engine._seqs))
-        seq = engine._seqs[parent]
+        parent = random.choice(list(engine._runner.seqs))
+        seq = engine._runner.seqs[parent]
         remember(engine.fork(parent, dataclasses.replace(seq.request.params), from_prompt=bool(random.integers(2))))
 
     def abort():
-        engine.abort(int(random.choice(list(engine._seqs))))
+        engine.abort(int(random.choice(list(engine._runner.seqs))))
 
     def preempt():
-        engine._collect_all()
+        engine._runner.collect_all()
         if engine._scheduler.running:
             engine._scheduler.preempt(
                 engine._scheduler.running[random.integers(len(engine._scheduler.running))], swap=bool(random.integers(2))
@@ -56,9 +56,9 @@ def test_random_workload(tiny, index):
         engine.set_model(nnx.merge(graph, jax.tree.map(lambda leaf: leaf + 0, state)))
 
     for _ in range(STEPS):
-        if len(engine._seqs) < 10 and random.random() < 0.4:
+        if len(engine._runner.seqs) < 10 and random.random() < 0.4:
             submit()
-        if engine._seqs and random.random() < 0.05:
+        if engine._runner.seqs and random.random() < 0.05:
             random.choice([fork, fork, abort, preempt])()
         if random.random() < 0.005:
             new_weights()
@@ -70,7 +70,7 @@ def test_random_workload(tiny, index):
         for update in engine.step():
             if update.completion is not None:
                 ends[update.prompt_index] = update.completion
-    engine._collect_all()
+    engine._runner.collect_all()
     check_engine(engine)
     stats = engine.stats()
     assert stats.blocks_used == stats.blocks_cached

@@ -115,8 +115,8 @@ def test_news_logprobs_stop_strings_functions_and_forks_are_kept(tiny, prompts, 
         engine.submit(prompts[3], SamplingParams(max_tokens=1)),
     ]
     for _ in range(3):
-        engine._advance()  # as `step`, but the news are kept: the last request has ended
-    assert any(update.completion for update in engine._news)
+        engine._runner.advance()  # as `step`, but the news are kept: the last request has ended
+    assert any(update.completion for update in engine._runner.news)
     names.append(engine.fork(names[0], dataclasses.replace(params, seed=9, temperature=1.0)))
     engine.index.pin(prompts[3], "")
     engine.save(tmp_path)

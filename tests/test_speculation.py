@@ -8,13 +8,13 @@ import dataclasses
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers_engine import check_engine
 
 import jaxpage
-from jaxpage import Engine, EngineOptions, Features, SamplingParams, Speculation, check_cache
+from jaxpage import Engine, EngineOptions, Features, SamplingParams, Speculation
 from jaxpage.engine import options as engine_options
 from jaxpage.engine.drafts import look_up
 from models import Decoder
@@ -74,7 +74,7 @@ def run(engine, requests):
     ends = {}
     while len(ends) < len(names):
         ends |= {update.prompt_index: update.completion for update in engine.step() if update.completion is not None}
-        check_cache(engine._device.state.cache, holds=np.array(engine.index.blocks))
+        check_engine(engine)
     after = engine.stats()
     counts = after._replace(**{name: getattr(after, name) - getattr(before, name) for name in after._fields})
     return [ends[name] for name in names], counts
@@ -109,7 +109,8 @@ def test_the_tokens_are_those_of_plain_decoding(engines, kind):
             for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
                 np.testing.assert_allclose(ours.logprob, theirs.logprob, rtol=0, atol=1e-4)
     assert {"stop", "length"} == {one.finish_reason for one in plain}
-    assert 0 < counts.kept_drafts < counts.drafted_tokens
+    assert 0 < counts.kept_drafts <= counts.drafted_tokens
+    assert kind == "same model" or counts.kept_drafts < counts.drafted_tokens
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(engines):
@@ -127,14 +128,14 @@ def test_a_model_that_drafts_for_itself_is_always_right(engines):
 @pytest.mark.parametrize("kind", ["lookup", "other model"])
 def test_sampled_tokens_have_the_frequencies_of_the_model(engines, model, kind):
     """The first token comes from the prompt's pass. The three after it, some of them drafts, against the model's own probabilities."""
-    prompt, samples, temperature = [1, 2, 7, 1, 2, 7, 1, 2], 600, 1.2
+    prompt, samples, temperature = [1, 2, 7, 1, 2, 7, 1, 2], 400, 1.2
     requests = [(prompt, SamplingParams(max_tokens=4, temperature=temperature, seed=seed)) for seed in range(samples)]
     done, counts = run(engines(kind), requests)
     assert 0 < counts.kept_drafts < counts.drafted_tokens
     tokens = np.array([one.token_ids for one in done])
     ways = np.array(list(itertools.product(range(16), repeat=3)))
     texts = np.concatenate([np.tile(prompt, (len(ways), 1)), ways], axis=1)
-    scores = np.asarray(model(jnp.asarray(texts)), np.float64)[:, len(prompt) - 1 :] / temperature
+    scores = np.asarray(jax.jit(lambda model, texts: model(texts))(model, texts), np.float64)[:, len(prompt) - 1 :] / temperature
     chances = np.exp(scores - scores.max(axis=-1, keepdims=True))
     chances /= chances.sum(axis=-1, keepdims=True)
     way = np.prod([np.take_along_axis(chances[:, place], ways[:, [place]], axis=1) for place in range(3)], axis=0)
@@ -161,7 +162,7 @@ def test_lookup_against_plain_python():
     history = rng.integers(0, 3, (64, 24))
     last = rng.integers(0, 24, 64)
     for ngram, num_drafts in ((1, 2), (2, 5), (3, 4), (5, 30)):
-        drafts, found = look_up(jnp.asarray(history), jnp.asarray(last), ngram, num_drafts)
+        drafts, found = jax.jit(look_up, static_argnums=(2, 3))(history, last, ngram, num_drafts)
         for row in range(64):
             expected = plain_lookup(history[row, : last[row] + 1].tolist(), ngram, num_drafts)
             assert bool(found[row]) == (expected is not None)

@@ -12,20 +12,20 @@ __all__ = ["Kernels"]
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Compile the attention kernels for TPUs on a machine without one, and print what bounds each. Needs jaxpage[aot]."""
+    """Compile the attention kernels for TPUs and GPUs on a machine without one, and print what bounds each. Needs jaxpage[aot]."""
 
     target: tuple[str, ...] = ()
-    """Only these TPUs: v4, v5e, v5p, v6e, tpu7x."""
+    """Only these: v4, v5e, v5p, v6e, tpu7x, or tpu for all of them; a100, l4, h100, h200, b200, rtx-pro-6000, or gpu."""
     kernel: tuple[str, ...] = ()
     """Only these kernels, by their names in the report."""
     shape: tuple[str, ...] = ()
     """Only these models' attention layers: smollm2-135m, llama-3.2-1b, llama-3-8b, llama-3-70b/8, qwen3-32b, gemma-3-27b."""
     quick: bool = False
-    """Two TPUs, two models, blocks of 16 and bfloat16: a minute, not half an hour."""
+    """Two TPUs, two GPUs, two models, blocks of 16 and bfloat16: two minutes, not an hour."""
     json: pathlib.Path | None = None
     """Write one JSON line a row to this file."""
     plot: pathlib.Path | None = None
-    """Draw the roofline of each TPU, with the kernels in it, to this image file."""
+    """Draw the roofline of each target, with the kernels in it, to this image file."""
 
     def run(self) -> None:
         """Compiles with a progress bar on stderr, then prints Markdown."""

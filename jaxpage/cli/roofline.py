@@ -1,4 +1,4 @@
-"""The roofline picture of `jaxpage kernels`: the rate that each kernel can reach against its FLOPs a byte, under the roofs of each TPU."""
+"""The roofline picture of `jaxpage kernels`: the rate that each kernel can reach against its FLOPs a byte, under its target's roofs."""
 
 import itertools
 import math
@@ -24,6 +24,7 @@ __all__ = ["check_path", "draw"]
 # Okabe and Ito's colours, which the colour-blind can tell apart, and shapes for where there is no colour.
 _STYLES = (("#0072B2", "o"), ("#009E73", "s"), ("#D55E00", "^"), ("#CC79A7", "D"))
 _COLUMNS = 2
+_RATE = {"tpu": "FLOP/s that the schedule allows", "gpu": "FLOP/s that the data sheet allows"}
 
 
 def check_path(path: pathlib.Path) -> None:
@@ -69,8 +70,8 @@ def _panel(ax: Axes, target: Target, rows: list[Row], kernels: list[str]) -> Non
     left, right = min(x for _, _, x, _ in points) / 2, max(ridge, *(x for _, _, x, _ in points)) * 40
     bottom, top = min(target.hbm * left, *(y for _, _, _, y in points)) / 8, target.flops * 3  # with room for names
     ax.set(xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, top))
-    ax.set(xlabel="FLOPs for each byte from HBM", ylabel="FLOP/s that the schedule allows")
-    ax.set(title=f"{target.name}, one core at {target.clock / 1e9:.2f} GHz (assumed)")
+    ax.set(xlabel="FLOPs for each byte from HBM", ylabel=_RATE[target.platform])
+    ax.set(title=target.description)
     ax.grid(color="#dddddd", linewidth=0.5)
     roof = [left, ridge, right]
     ax.plot(roof, [min(target.flops, target.hbm * x) for x in roof], color="black", linewidth=1.2)
@@ -90,9 +91,11 @@ def _panel(ax: Axes, target: Target, rows: list[Row], kernels: list[str]) -> Non
         height = max(y, height * (top / bottom) ** _LINE)  # names of points that lie close are moved apart
         ax.annotate(kernel, (x, height), (8, -3), color=styles[kernel][0], **_TEXT)
     for x in dict.fromkeys(x for _, _, x, _ in points):
-        names = ", ".join(dict.fromkeys(shape for _, shape, at, _ in points if at == x))
+        shapes = list(dict.fromkeys(shape for _, shape, at, _ in points if at == x))
+        names = ", ".join(shapes) if len(shapes) <= _NAMED else f"{len(shapes)} models"
         ax.annotate(names, (x, bottom), (0, 4), rotation=90, ha="center", **{**_TEXT, "fontsize": 6})
 
 
+_NAMED = 2  # more names at one place would run into the points
 _LINE = 0.045  # a line of text, as a share of a panel's height
 _TEXT: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8}

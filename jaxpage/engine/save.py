@@ -66,14 +66,15 @@ def save_engine(engine: "Engine", folder: Path) -> None:
     index = engine.index
     if index is not None and not isinstance(index, PrefixTree):
         raise ValueError(f"an index of class {type(index).__name__} cannot be saved")
-    seqs = list(engine._seqs.values())
+    seqs = list(engine._runner.seqs.values())
+    arrays = folder / f"{_ARRAYS}{secrets.token_hex(8)}"
     host: dict[str, Any] = {
         "format": _FORMAT,
         "made_for": made_for(engine._device.model.config, engine.options, engine._eos_ids),
-        "arrays": f"{_ARRAYS}{secrets.token_hex(8)}",
+        "arrays": arrays.name,
         "next_id": engine._next_id,
-        "stats": engine._stats._asdict(),
-        "news": [update_state(update) for update in engine._news],
+        "stats": engine._runner.stats._asdict(),
+        "news": [update_state(update) for update in engine._runner.news],
         "seqs": [seq_state(seq) for seq in seqs],
         "running": [seq.id for seq in engine._scheduler.running],
         "waiting": [seq.id for seq in engine._scheduler.waiting],
@@ -81,7 +82,6 @@ def save_engine(engine: "Engine", folder: Path) -> None:
         "index": None if index is None else index_state(index),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = folder / host["arrays"]
     arrays.mkdir()
     save_arrays(arrays / "state", _numbered(_arrays(engine)))
     for seq in seqs:
@@ -147,11 +147,11 @@ def load_engine(engine: "Engine", folder: Path, host: Mapping[str, Any], allowed
         ledger.hold(seq.blocks)
     if not np.array_equal(ledger.refs, engine._device.state.cache.pool.refs):
         raise ValueError(f"{folder} is broken: its requests and index hold other blocks than its pool says")
-    engine._seqs.update(seqs)
+    engine._runner.seqs.update(seqs)
     engine._scheduler.take_over([seqs[name] for name in host["running"]], [seqs[name] for name in host["waiting"]])
-    engine._news.extend(load_update(state) for state in host["news"])
+    engine._runner.news.extend(load_update(state) for state in host["news"])
     engine._next_id = host["next_id"]
-    engine._stats = engine._stats._replace(**host["stats"])
+    engine._runner.stats = engine._runner.stats._replace(**host["stats"])
 
 
 def _arrays(engine: "Engine") -> tuple[Any, np.ndarray]:

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable
 
-from pallas_kernels.report import ours, peers
+from pallas_kernels.report import gpu, peers, tpu
 from pallas_kernels.report.shape import Build, Setting
 
 __all__ = ["KERNELS"]
 
-KERNELS: dict[str, Callable[[Setting], list[Build]]] = {
-    "ragged_attention decode": ours.decode_builds,
-    "ragged_attention prefill": ours.prefill_builds,
-    "kv_write": ours.write_builds,
-    "jax ragged_paged_attention": peers.ragged_paged_attention_builds,
-    "jax paged_attention": peers.paged_attention_builds,
+KERNELS: dict[str, dict[str, Callable[[Setting], list[Build]]]] = {
+    "ragged_attention decode": {"tpu": tpu.decode_builds, "gpu": gpu.decode_builds},
+    "ragged_attention prefill": {"tpu": tpu.prefill_builds, "gpu": gpu.prefill_builds},
+    "kv_write": {"tpu": tpu.write_builds, "gpu": gpu.write_builds},
+    "jax ragged_paged_attention": {"tpu": peers.ragged_paged_attention_builds},
+    "jax paged_attention": {"tpu": peers.paged_attention_builds},
 }
-"""Functions that may raise what a kernel raises for a setting that it does not take: NotImplementedError or ValueError."""
+"""By name and platform. The functions may raise what a kernel raises for a setting that it does not take: NotImplementedError or
+ValueError."""

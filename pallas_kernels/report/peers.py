@@ -6,7 +6,7 @@ from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import get_min_heads_per_blk
 
-from pallas_kernels.report.shape import NUM_SEQS, Build, Setting
+from pallas_kernels.report.shape import NUM_SEQS, Build, Setting, TpuProgram
 from pallas_kernels.tpu.schedule import Chunk
 
 __all__ = ["paged_attention_builds", "ragged_paged_attention_builds"]
@@ -45,12 +45,14 @@ def ragged_paged_attention_builds(setting: Setting) -> list[Build]:
             )
 
         return Build(
-            kernel="ragged_paged_attention_kernel",
             function=attend,
             arguments=(q, pages, *integers),
             stored_bytes=_stored_bytes(setting),
-            tokens=_CHUNK_TOKENS * share,
-            chunk=Chunk(_CHUNK_TOKENS // size, _registers(setting, heads)),
+            program=TpuProgram(
+                kernel="ragged_paged_attention_kernel",
+                tokens=_CHUNK_TOKENS * share,
+                chunk=Chunk(_CHUNK_TOKENS // size, _registers(setting, heads)),
+            ),
         )
 
     return [build(queries) for queries in _QUERIES]
@@ -75,7 +77,6 @@ def paged_attention_builds(setting: Setting) -> list[Build]:
 
     return [
         Build(
-            kernel="paged_attention",
             function=attend,
             arguments=(
                 setting.queries(NUM_SEQS),
@@ -85,9 +86,12 @@ def paged_attention_builds(setting: Setting) -> list[Build]:
                 jax.ShapeDtypeStruct((NUM_SEQS, setting.table_width), _INT),
             ),
             stored_bytes=_stored_bytes(setting),
-            tokens=_CHUNK_TOKENS / shape.num_kv_heads,
-            # Keys and values are apart.
-            chunk=Chunk(2 * _CHUNK_TOKENS // size, _registers(setting, 2)),
+            program=TpuProgram(
+                kernel="paged_attention",
+                tokens=_CHUNK_TOKENS / shape.num_kv_heads,
+                # Keys and values are apart.
+                chunk=Chunk(2 * _CHUNK_TOKENS // size, _registers(setting, 2)),
+            ),
         )
     ]
 

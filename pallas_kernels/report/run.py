@@ -1,7 +1,8 @@
-"""Runs the report's cases in worker processes, for the compiler reads its flags once a process and may take its process down."""
+"""Runs the report's cases in worker processes, for a compiler is set to its target once a process and may take its process down."""
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from pallas_kernels.report.cases import Case
 from pallas_kernels.report.row import Row, refused_row
-from pallas_kernels.targets import compile_environment, require_libtpu
+from pallas_kernels.targets import compile_environment, require_compiler, target_named
 
 __all__ = ["run_cases"]
 
@@ -19,12 +20,21 @@ __all__ = ["run_cases"]
 def run_cases(cases: Iterable[Case]) -> Iterator[Row]:
     """Compiles cases one after another and yields the row of each as it is there.
 
-    A case that ends the compiler's process gets a row that says so, and the next one gets a new process.
+    Each setting has a process of its own: the CUDA plugin keeps the first target that it is told of, and a kernel that it has compiled
+    before, for a model that has it too, is not compiled and dumped again. A case that ends the compiler's process gets a row that says so,
+    and the next one gets a new process.
 
     Raises:
-      NotImplementedError: libtpu is not installed.
+      NotImplementedError: the compiler of a target is not installed.
     """
-    require_libtpu()
+    cases = list(cases)
+    for target in dict.fromkeys(case.target for case in cases):
+        require_compiler(target_named(target))
+    for _, some in itertools.groupby(cases, lambda case: dataclasses.replace(case, kernel="")):
+        yield from _run_setting(some)
+
+
+def _run_setting(cases: Iterable[Case]) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="jaxpage-kernels-") as folder, contextlib.ExitStack() as stack:
         worker: subprocess.Popen[str] | None = None
         for case in cases:

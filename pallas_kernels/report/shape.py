@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.targets import Target
 from pallas_kernels.tpu.schedule import Chunk
 
-__all__ = ["CONTEXT", "NUM_SEQS", "PREFILL_SEQS", "PREFILL_TOKENS", "Build", "Setting", "Shape"]
+__all__ = ["CONTEXT", "NUM_SEQS", "PREFILL_SEQS", "PREFILL_TOKENS", "Build", "Setting", "Shape", "TpuProgram"]
 
 NUM_SEQS, CONTEXT = 64, 4096
 """Sequences of a decode step, and tokens of context of each."""
@@ -57,25 +57,48 @@ class Setting(NamedTuple):
         """Bytes of one token's keys and values, without padding."""
         return 2 * self.shape.num_kv_heads * self.shape.head_dim * self.kv_dtype.itemsize
 
+    @property
+    def token_flops(self) -> int:
+        """FLOPs of one query's attention to one token: a product with the key and one with the value."""
+        return 4 * self.shape.num_heads * self.shape.head_dim
+
+    @property
+    def scaled(self) -> bool:
+        """Whether tokens are stored with a scale for each head."""
+        return self.kv_dtype.itemsize == 1
+
+    def table(self, num_seqs: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """The block table and the lengths."""
+        return jax.ShapeDtypeStruct((num_seqs, self.table_width), jnp.int32), jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
+
     def queries(self, num_tokens: int) -> jax.ShapeDtypeStruct:
         """Query vectors in the dtype that models compute in."""
         dtype = jnp.float32 if self.kv_dtype == jnp.float32 else jnp.bfloat16
         return jax.ShapeDtypeStruct((num_tokens, self.shape.num_heads, self.shape.head_dim), dtype)
 
 
-class Build(NamedTuple):
-    """A call to compile, and how to read its program."""
+class TpuProgram(NamedTuple):
+    """A TPU kernel in the compiler's dump."""
 
     kernel: str
     """The name of the Pallas kernel."""
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    stored_bytes: float
-    """Bytes that are copied from HBM for each token, padding included."""
     tokens: float = 1
     """Tokens of a chunk; where a chunk holds some of the kv heads only, that share of its tokens."""
     chunk: Chunk | None = None
     """The chunk of an attention kernel; None: a kernel that only moves data, one token a turn of its loop."""
-    queries: int = 1
-    """Queries that a chunk is multiplied with at a time."""
+
+
+class Build(NamedTuple):
+    """A call to compile, and what it moves and computes."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    stored_bytes: float
+    """Bytes that are copied from memory for each token, padding included."""
+    queries: float = 1
+    """Queries that a token is multiplied with when it has been copied; 0: a kernel that only moves data."""
     donate: tuple[int, ...] = ()
+    program: TpuProgram | None = None
+    """How to read what the TPU compiler dumps."""
+    matrix_flops: float = 0
+    """FLOPs of the matrix units for each token, padding included; on a TPU they are counted in the program."""

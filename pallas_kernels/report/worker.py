@@ -1,6 +1,6 @@
 """Compiles cases in a process of its own: `python -m pallas_kernels.report.worker FOLDER`, started with `targets.compile_environment`.
 
-A line of JSON comes in for each case, a line of JSON goes out for each row. FOLDER is where libtpu dumps the programs.
+A line of JSON comes in for each case, a line of JSON goes out for each row. FOLDER is where the compilers dump what they made.
 """
 
 import dataclasses
@@ -14,27 +14,28 @@ import jax.numpy as jnp
 
 from pallas_kernels.report.cases import SHAPES, Case
 from pallas_kernels.report.kernels import KERNELS
-from pallas_kernels.report.row import Row, compiled_row, refused_row, with_chunk, with_loop
+from pallas_kernels.report.read_gpu import read_gpu
+from pallas_kernels.report.read_tpu import read_tpu
+from pallas_kernels.report.row import Row, refused_row
 from pallas_kernels.report.shape import Build, Setting
 from pallas_kernels.targets import compile_for, target_named
-from pallas_kernels.tpu.bundles import read_program
-from pallas_kernels.tpu.schedule import chunk_cost, loop_cost
 
 __all__ = ["compile_case"]
 
+_READERS = {"tpu": read_tpu, "gpu": read_gpu}
 # What kernels and compilers raise for something that they do not take.
 _REFUSALS = (NotImplementedError, ValueError, jax.errors.JaxRuntimeError)
 
 
 def compile_case(case: Case, folder: pathlib.Path) -> Row:
-    """Compiles a case, and reads its program from the folder that libtpu dumps to.
+    """Compiles a case, and reads its program from the folder that the compiler dumps to.
 
     Returns:
       The row of the fastest call, or of the first if none could be measured.
     """
     setting = Setting(target_named(case.target), SHAPES[case.shape], case.block_size, jnp.dtype(case.kv_dtype))
     try:
-        builds = KERNELS[case.kernel](setting)
+        builds = KERNELS[case.kernel][setting.target.platform](setting)
     except _REFUSALS as error:
         return refused_row(case, _reason(error))
     rows = [_compile_build(case, setting, build, folder) for build in builds]
@@ -48,15 +49,9 @@ def _compile_build(case: Case, setting: Setting, build: Build, folder: pathlib.P
         compiled = compile_for(setting.target, build.function, *build.arguments, donate_argnums=build.donate)
     except _REFUSALS as error:
         return refused_row(case, _reason(error))
-    program, memory = read_program(folder, build.kernel, setting.target.delay_slots), compiled.memory_analysis()
-    row = compiled_row(case, program.memory, memory.temp_size_in_bytes if memory else None)
-    try:
-        if build.chunk is None:
-            bundles = loop_cost(program)
-            return with_loop(row, setting, build, bundles, bundles)
-        return with_chunk(row, setting, build, chunk_cost(program, build.chunk, prefill=build.queries > 1))
-    except ValueError as error:
-        return dataclasses.replace(row, reason=_reason(error))
+    row = _READERS[setting.target.platform](case, setting, build, folder)
+    memory = compiled.memory_analysis()
+    return dataclasses.replace(row, temp_bytes=memory.temp_size_in_bytes if memory and row.compiled else None)
 
 
 def _reason(error: BaseException) -> str:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import layout
-from pallas_kernels.report.shape import NUM_SEQS, PREFILL_SEQS, PREFILL_TOKENS, Build, Setting
+from pallas_kernels.report.shape import NUM_SEQS, PREFILL_SEQS, PREFILL_TOKENS, Build, Setting, TpuProgram
 from pallas_kernels.targets import device_mesh
 from pallas_kernels.tiles import tpu_limits
 from pallas_kernels.tpu import implementation
@@ -16,8 +16,6 @@ from pallas_kernels.tpu.schedule import Chunk
 from pallas_kernels.tpu.write import unit_tokens
 
 __all__ = ["decode_builds", "prefill_builds", "write_builds"]
-
-_INT = jnp.int32
 
 
 def decode_builds(setting: Setting) -> list[Build]:
@@ -51,7 +49,8 @@ def write_builds(setting: Setting) -> list[Build]:
         return implementation.write(storage, k, v, table, lengths, None)
 
     moved = 2 * unit_tokens(storage.form) * _stored_bytes(storage)  # the tokens that share registers are fetched and stored
-    return [Build("kv_write", write, (storage, new, new, *_table(setting, NUM_SEQS)), stored_bytes=moved, donate=(0,))]
+    arguments = (storage, new, new, *setting.table(NUM_SEQS))
+    return [Build(write, arguments, stored_bytes=moved, queries=0, donate=(0,), program=TpuProgram("kv_write"))]
 
 
 def _attention(setting: Setting, num_seqs: int, seq_queries: int | None) -> Build:
@@ -66,22 +65,24 @@ def _attention(setting: Setting, num_seqs: int, seq_queries: int | None) -> Buil
             q, storage, table, lengths, starts, scale=setting.scale, window=shape.window, soft_cap=None, sinks=None
         )
 
-    starts = None if decode else jax.ShapeDtypeStruct((num_seqs + 1,), _INT)
+    starts = None if decode else jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32)
     part = part_tokens(form, tiles.chunk_tokens, not decode)
     rows = arrange(form, shape.num_heads)
     plan = decode_plan(rows, form) if decode else prefill_plan(rows, form, tiles.tile_queries)
     return Build(
-        kernel="ragged_attention",
         function=attend,
-        arguments=(setting.queries(num_seqs * (seq_queries or 1)), storage, *_table(setting, num_seqs), starts),
+        arguments=(setting.queries(num_seqs * (seq_queries or 1)), storage, *setting.table(num_seqs), starts),
         stored_bytes=_stored_bytes(storage),
-        tokens=tiles.chunk_tokens,
-        chunk=Chunk(
-            copies=tiles.chunk_tokens // form.block_size,
-            registers=_registers(form, tiles.chunk_tokens),
-            turns=plan.units // units_per_turn(plan) * tiles.chunk_tokens // part,
-        ),
         queries=tiles.tile_queries,
+        program=TpuProgram(
+            kernel="ragged_attention",
+            tokens=tiles.chunk_tokens,
+            chunk=Chunk(
+                copies=tiles.chunk_tokens // form.block_size,
+                registers=_registers(form, tiles.chunk_tokens),
+                turns=plan.units // units_per_turn(plan) * tiles.chunk_tokens // part,
+            ),
+        ),
     )
 
 
@@ -94,9 +95,8 @@ def _storage(setting: Setting, num_seqs: int, decode: bool) -> TpuStorage:
     shape = setting.shape
 
     def empty() -> layout.Storage:
-        scaled = jnp.dtype(setting.kv_dtype).itemsize == 1  # a scale for each token and head
         sizes = (setting.num_blocks, setting.block_size, shape.num_kv_heads, shape.head_dim)
-        return layout.init_storage("tpu", *sizes, setting.kv_dtype, scaled)
+        return layout.init_storage("tpu", *sizes, setting.kv_dtype, setting.scaled)
 
     storage = jax.eval_shape(empty)
     assert isinstance(storage, TpuStorage)
@@ -105,11 +105,6 @@ def _storage(setting: Setting, num_seqs: int, decode: bool) -> TpuStorage:
     if not supported:
         raise NotImplementedError(reason)
     return storage
-
-
-def _table(setting: Setting, num_seqs: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """The block table and the lengths."""
-    return jax.ShapeDtypeStruct((num_seqs, setting.table_width), _INT), jax.ShapeDtypeStruct((num_seqs,), _INT)
 
 
 def _stored_bytes(storage: TpuStorage) -> float:
