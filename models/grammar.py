@@ -20,8 +20,9 @@ class GrammarConstraint:
     an end of text is allowed; after that, or after tokens that the grammar does not allow, nothing is.
     """
 
-    def __init__(self, matcher: Any):
+    def __init__(self, matcher: Any, vocab_size: int):
         self._matcher = matcher
+        self._num_words = -(-vocab_size // 32)
         self._consumed: list[int] = []
 
     def __call__(self, token_ids: Sequence[int]) -> Int32[np.ndarray, " words"]:
@@ -40,7 +41,8 @@ class GrammarConstraint:
         return self._mask()
 
     def _mask(self) -> Int32[np.ndarray, " words"]:
-        return np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        # llguidance adds a word where the vocabulary fills the last one.
+        return np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._num_words]
 
 
 class GrammarCompiler:
@@ -95,4 +97,4 @@ class GrammarCompiler:
         matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise ValueError(f"llguidance does not take this {what}: {matcher.get_error()}")
-        return GrammarConstraint(matcher)
+        return GrammarConstraint(matcher, self._tokenizer.vocab_size)

@@ -123,7 +123,7 @@ def test_every_block_is_free_afterwards_and_no_row_ran_short(model, eos_ids, blo
     starts = jnp.array([0, *[len(prompt) - 1] * width])
     cache, _ = jax.jit(jaxpage.prefill)(model, cache, tokens, cache.table.lengths, starts)
     arguments = (np.int32(prompt[-1]), np.asarray(eos_ids, np.int32), np.float32(1), np.bool_(False))
-    cache, finished = PROGRAMS.run(beam_loop, model, cache, *arguments, max_tokens=MAX_TOKENS)
+    cache, finished = PROGRAMS.run(beam_loop, model, cache, *arguments, max_tokens=MAX_TOKENS, implementation=None)
     jaxpage.check_cache(cache)
     assert int(cache.pool.num_free) == config.num_blocks - 1
     found = beam_search(

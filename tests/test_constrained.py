@@ -5,12 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from helpers_engine import PROGRAMS, check_engine
 
-from jaxpage import Engine, EngineOptions, Features, SamplingParams, check_cache
+from jaxpage import Engine, EngineOptions, Features, SamplingParams
 
 PROMPT = [5, 6, 7, 8, 9]
 FEATURES = Features(random=False, truncated=False, penalised=False, num_biases=0, num_stop_ids=1, num_logprobs=None, constrained=True)
-OPTIONS = EngineOptions(num_blocks=24, block_size=4, max_seqs=2, max_length=32, tokens_per_pass=16, steps_per_round=4, features=FEATURES)
+OPTIONS = EngineOptions(num_blocks=9, block_size=4, max_seqs=2, max_length=32, tokens_per_pass=16, steps_per_round=4, features=FEATURES)
 PARAMS = SamplingParams(max_tokens=8)
 
 
@@ -22,7 +23,7 @@ def model(tiny):
 
 @pytest.fixture(scope="module")
 def engine(model):
-    return Engine(model, OPTIONS, eos_ids=[3])
+    return Engine(model, OPTIONS, eos_ids=[3], programs=PROGRAMS)
 
 
 def run(engine):
@@ -35,8 +36,7 @@ def run(engine):
         if not engine.unfinished:
             break
     assert not engine.unfinished
-    index = engine.index
-    check_cache(engine._device.state.cache, holds=index.blocks if index else None)
+    check_engine(engine)
     return done
 
 
@@ -153,9 +153,9 @@ def test_the_feature_must_be_on(model):
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preempted_and_forked_requests_keep_their_masks(model, preemption):
-    """Ten free blocks for two sequences that come to need six each."""
-    options = dataclasses.replace(OPTIONS, num_blocks=9, preemption=preemption, swap_bytes=1 << 20, prefix_index="none")
-    engine = Engine(model, options)
+    """Eight blocks for two sequences that come to need six each."""
+    options = dataclasses.replace(OPTIONS, preemption=preemption, swap_bytes=1 << 20, prefix_index="none")
+    engine = Engine(model, options, programs=PROGRAMS)
     params = dataclasses.replace(PARAMS, max_tokens=18)
     names = [engine.submit(PROMPT, params, allowed_tokens=by_place) for _ in range(2)]
     while not engine.stats().tokens:

@@ -27,6 +27,12 @@ def compiler(tokenizer):
     return GrammarCompiler(tokenizer, tokenizer.vocab_size + 40)
 
 
+@pytest.mark.parametrize("more", [0, 1, 31, 32, 40])
+def test_a_mask_has_just_the_words_that_the_vocabulary_takes(tokenizer, more):
+    constraint = GrammarCompiler(tokenizer, 49152 + more).regex("a")
+    assert len(constraint([])) == len(constraint([5, 6])) == 1536 + -(-more // 32)
+
+
 def allowed(constraint, token_ids):
     """The ids of a mask, by plain arithmetic."""
     words = constraint(token_ids)
@@ -36,7 +42,6 @@ def allowed(constraint, token_ids):
 def test_a_mask_has_just_the_tokens_that_go_on(tokenizer, compiler):
     constraint = compiler.regex("(yes|no), [0-9]{2}")
     (end,) = tokenizer.eos_ids
-    assert len(constraint([])) == (tokenizer.vocab_size + 40 + 31) // 32
     assert {tokenizer.decode([token]) for token in allowed(constraint, [])} == {"n", "y", "no", "ye", "yes"}
     ids = tokenizer.encode("yes, 12")
     for place, token in enumerate(ids):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["check_same", "load_engine", "read_host", "save_engine"]
 
 _FORMAT = 1
+_SIZES = ("vocab_size", "num_layers", "num_kv_heads", "head_dim", "max_length")  # what every model has (see `ModelSizes`)
 _HOST = "engine.json"
 _ARRAYS = "arrays-"  # what follows is new for each save; the host's file names the one that belongs to it
 
@@ -41,9 +42,6 @@ def made_for(sizes: ModelSizes, options: EngineOptions, eos_ids: Sequence[int]) 
         "engine": {"eos_ids": list(eos_ids)},
     }
     return json.loads(json.dumps(same))
-
-
-_SIZES = ("vocab_size", "num_layers", "num_kv_heads", "head_dim", "max_length")
 
 
 def check_same(host: Mapping[str, Any], sizes: ModelSizes, options: EngineOptions, eos_ids: Sequence[int]) -> None:
@@ -70,7 +68,7 @@ def save_engine(engine: "Engine", folder: Path) -> None:
         raise ValueError(f"an index of class {type(index).__name__} cannot be saved")
     seqs = list(engine._runner.seqs.values())
     arrays = folder / f"{_ARRAYS}{secrets.token_hex(8)}"
-    host = {
+    host: dict[str, Any] = {
         "format": _FORMAT,
         "made_for": made_for(engine._device.model.config, engine.options, engine._eos_ids),
         "arrays": arrays.name,
