@@ -11,17 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Case, Problem, build, pairwise
-from helpers_gpu import assert_close, attend, expected, interpreted
+from helpers_gpu import TOLERANCE, assert_close, attend, expected, interpreted
 from oracle import paged_attention as oracle
 
 import jaxpage
 from pallas_kernels import layout
 from pallas_kernels.gpu.decode import split_decode
 from pallas_kernels.gpu.device import Gpu, find_gpu
-from pallas_kernels.gpu.spec import Spec, choose_stages
+from pallas_kernels.gpu.spec import Spec, choose_decode, choose_prefill
 from pallas_kernels.gpu.splits import num_splits
-
-TOLERANCE = {"bfloat16": 2e-3, "float16": 3e-4}  # the weights of the softmax are rounded to these types
 
 LENGTHS = {  # tiles are 64 tokens
     "around blocks": (1, 0, 8, 9),
@@ -135,8 +133,10 @@ def test_any_number_of_splits_gives_the_same(dtype):
     target = expected(Problem(problem.arguments, problem.options | {"window": 300}, problem.keys, problem.values))
     target_lse = np.stack([log_sum_exp(problem, seq, int(first[seq])) for seq in range(4)])
     for splits in (1, 2, 5):
-        spec = Spec(16, 64, dtype, splits, 2, 0.125, None)
-        out, lse = interpreted(lambda *a, spec=spec: split_decode(*a, spec), q, problem.after.blocks, table, first, lengths)
+        spec = Spec(16, 64, dtype, 64, 2, 0.125, None, 300, True)
+        out, lse = interpreted(
+            lambda *a, spec=spec, splits=splits: split_decode(*a, spec, splits), q, problem.after.blocks, table, first, lengths
+        )
         assert_close(out, target, TOLERANCE[dtype])
         np.testing.assert_allclose(lse, target_lse, atol=1e-5)
 
@@ -157,11 +157,14 @@ def test_the_number_of_splits_follows_from_the_sizes():
     assert num_splits(programs=1, tiles=1, num_sms=132) == 1
 
 
-def test_stages_fit_the_shared_memory():
-    assert choose_stages(128, 2, 232448) == 3
-    assert choose_stages(64, 2, 232448) == 4
-    assert choose_stages(256, 2, 232448) == 2
-    assert choose_stages(256, 2, 101376) == 0
+def test_tiles_fit_the_shared_memory():
+    assert choose_decode(128, 2, 232448) == (64, 3)
+    assert choose_decode(64, 2, 232448) == (64, 4)
+    assert choose_decode(256, 2, 232448) == (64, 2)
+    assert choose_decode(256, 2, 101376) == (64, 0)  # so prefill's kernel decodes too
+    assert choose_prefill(128, 2, 101376) == (64, 2)
+    assert choose_prefill(256, 2, 232448) == (32, 2)
+    assert choose_prefill(256, 2, 101376) == (16, 2)
 
 
 def test_what_is_not_supported_is_refused_with_the_reason():
@@ -175,7 +178,7 @@ def test_what_is_not_supported_is_refused_with_the_reason():
     with jaxpage.interpret_kernels():
         assert reason(storage(16, 64)) == ""
         assert "the cache has XlaStorage" in reason(layout.init_storage("xla", 4, 16, 2, 64, "bfloat16"))
-        assert "decode only" in reason(storage(16, 64), decode=False)
+        assert reason(storage(16, 64), decode=False) == ""
         assert "block sizes 8, 16" in reason(storage(1, 64))
         assert "head_dim up to 256, not 257" in reason(storage(16, 257))
     with pytest.raises(NotImplementedError, match="the gpu layout does not hold float32; it holds: bfloat16, float16"):
@@ -188,9 +191,14 @@ def test_the_device_is_asked_what_it_is(monkeypatch):
         monkeypatch.setattr(jax, "devices", lambda: [device])
         return find_gpu()
 
-    assert found("NVIDIA H200", "9.0") == (Gpu(100, 232448), "")
-    assert found("NVIDIA RTX PRO 6000", "12.0") == (Gpu(100, 101376), "")
-    assert found("NVIDIA A100-SXM4-80GB", "8.0") == (None, "needs compute capability 9.0 or newer, NVIDIA A100-SXM4-80GB has 8.0")
+    assert found("NVIDIA H200", "9.0") == (Gpu(100, 232448, True), "")
+    assert found("NVIDIA RTX PRO 6000", "12.0") == (Gpu(100, 101376, True), "")
+    assert found("NVIDIA A100-SXM4-80GB", "8.0") == (Gpu(100, 166912, False), "")
+    assert found("Tesla T4", "7.5") == (
+        None,
+        "needs an NVIDIA GPU, this host has Tesla T4; tests run it within jaxpage.interpret_kernels()",
+    )
+    assert found("NVIDIA T4", "7.5") == (None, "needs compute capability 8.0 or newer, NVIDIA T4 has 7.5")
     assert "needs an NVIDIA GPU, this host has AMD" in found("AMD MI300X", "gfx942")[1]
 
 
@@ -200,8 +208,8 @@ def test_the_device_is_asked_what_it_is(monkeypatch):
 )
 def test_lowers_for_a_gpu(head_dim, block_size, dtype):
     """Layouts, transfers and shapes of the tensor cores are checked there, and nowhere in the interpreter."""
-    spec = Spec(block_size, head_dim, dtype, 3, 2, 0.1, 5.0)
+    spec = Spec(block_size, head_dim, dtype, 64, 2, 0.1, 5.0, None, True)
     shapes = [(2, 12, head_dim), (9, block_size, 6, head_dim), (2, 7), (2,), (2,)]
     arguments = [jax.ShapeDtypeStruct(shape, of) for shape, of in zip(shapes, [dtype, dtype, "int32", "int32", "int32"], strict=True)]
-    lowered = jax.jit(lambda *a: split_decode(*a, spec)).trace(*arguments).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(lambda *a: split_decode(*a, spec, 3)).trace(*arguments).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()

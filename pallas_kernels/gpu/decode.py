@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gpu.kernel import decode_kernel
+from pallas_kernels.gpu.decode_kernel import decode_buffers, decode_kernel
 from pallas_kernels.gpu.spec import GROUP, Spec
 from pallas_kernels.interpret import gpu_interpreter
 from pallas_kernels.merge import merge_states
@@ -22,6 +22,7 @@ def split_decode(
     first: Int[Array, " S"],
     end: Int[Array, " S"],
     spec: Spec,
+    num_splits: int,
 ) -> tuple[Float[Array, "S H D"], Float[Array, "S H"]]:
     """Attention of one query for each sequence.
 
@@ -32,6 +33,7 @@ def split_decode(
       first: the first context token that the query sees.
       end: one past the last; a sequence with end <= first sees none.
       spec: the static description.
+      num_splits: programs that share the context of one sequence and head.
 
     Returns:
       (out, lse) in float32: zeros and -inf for a sequence that sees no token.
@@ -44,16 +46,16 @@ def split_decode(
     q = jnp.pad(q, ((0, 0), (0, 0), (0, groups * GROUP - group), (0, spec.head_dim - head_dim)))
     q = q.reshape(num_seqs, num_kv_heads * groups, GROUP, spec.head_dim)
 
-    shape = (spec.num_splits, num_seqs, num_kv_heads * groups)
+    shape = (num_splits, num_seqs, num_kv_heads * groups)
     kernel = plgpu.kernel(
         functools.partial(decode_kernel, spec),
         out_type=(
             jax.ShapeDtypeStruct((*shape, spec.value_rows, GROUP), jnp.float32),
             jax.ShapeDtypeStruct((*shape, GROUP), jnp.float32),
         ),
-        grid=(num_seqs, spec.num_splits, num_kv_heads * groups),
+        grid=(num_seqs, num_splits, num_kv_heads * groups),
         grid_names=("seq", "split", "group"),
-        scratch_types=spec.scratch(),
+        scratch_types=decode_buffers(spec),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     with gpu_interpreter():

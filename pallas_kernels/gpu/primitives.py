@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.interpret import interpreting
 
-__all__ = ["mma", "store"]
+__all__ = ["copy", "mma", "store"]
 
 
 def mma(total: Float[Array, "M N"], left: Float[Array, "M D"], right: Float[Array, "D N"]) -> Float[Array, "M N"]:
@@ -17,6 +17,14 @@ def mma(total: Float[Array, "M N"], left: Float[Array, "M D"], right: Float[Arra
     if interpreting():
         return total + jax.lax.dot(left, right, preferred_element_type=jnp.float32)
     return plgpu.mma(total, left, right)
+
+
+def copy(source: Any, target: Any, barrier: Any | None) -> None:
+    """Starts a copy from global to shared memory that arrives at a barrier; without one, as before Hopper, as a group of its own."""
+    if barrier is None:
+        plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+    else:
+        plgpu.copy_gmem_to_smem(source, target, barrier)
 
 
 def store(ref: Any, value: Array) -> None:
