@@ -13,10 +13,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gpu.paged import Paged
 from pallas_kernels.gpu.primitives import mma, store
-from pallas_kernels.gpu.softmax import MASKED, Softmax, add_scores, finish, scaled, where_seen
-from pallas_kernels.gpu.spec import GROUP, Spec
-from pallas_kernels.gpu.walk import Walk, split, walk_over, walk_tiles
+from pallas_kernels.gpu.softmax import MASKED, Softmax, add_scores, finish, scaled, times_scale, where_seen
+from pallas_kernels.gpu.spec import GROUP, KvBuffers, Spec
+from pallas_kernels.gpu.walk import Tile, split, walk_over, walk_tiles
 
 __all__ = ["decode_buffers", "decode_kernel"]
 
@@ -32,45 +33,41 @@ class _Running(NamedTuple):
 class _Context(NamedTuple):
     """The tokens that the query sees."""
 
-    walk: Walk
     first: Int[Array, ""]
     end: Int[Array, ""]
 
 
 def decode_buffers(spec: Spec) -> list:
     """The kernel's buffers in shared memory."""
-    return [spec.kv_tiles(), spec.shared((GROUP, spec.tile), 128), *spec.arrived()]
+    return [spec.kv_buffers(), spec.shared((GROUP, spec.tile), 128)]
 
 
 def decode_kernel(
     spec: Spec,
     q_ref: Any,  # [S, K*J, 8, D] in global memory, J groups of 8 query heads for each kv head
-    kv_ref: Any,  # [N*B, 2*K*D] in global memory
-    table_ref: Any,  # int32[S, M] in global memory
+    paged: Paged,
     first_ref: Any,  # int32[S] in global memory
     end_ref: Any,  # int32[S] in global memory
     out_ref: Any,  # float32[P, S, K*J, R, 8] in global memory
     lse_ref: Any,  # float32[P, S, K*J, 8] in global memory
-    kv_tiles: Any,  # [stages, tile, 2*D] in shared memory
+    buffers: KvBuffers,
     weights_tile: Any,  # [8, tile] in shared memory
-    arrived: Any | None = None,  # barriers [stages]
 ) -> None:
     """Attention of one query over one split of its context; the last D of the R rows of `out_ref` are the result.
 
     Where a split has no tile, out is 0 and lse -inf.
     """
     seq, part, group = lax.axis_index("seq"), lax.axis_index("split"), lax.axis_index("group")
-    groups_of_head = q_ref.shape[1] * 2 * spec.head_dim // kv_ref.shape[1]
-    columns = pl.ds(lax.div(group, jnp.int32(groups_of_head)) * (2 * spec.head_dim), 2 * spec.head_dim)
-    first, end = first_ref[seq], end_ref[seq]
-    context = _Context(split(spec, walk_over(spec, first, end, end), part, out_ref.shape[0]), first, end)
+    groups_of_head = q_ref.shape[1] * 2 * spec.head_dim // paged.kv.shape[1]
+    context = _Context(first_ref[seq], end_ref[seq])
     running = walk_tiles(
         spec,
-        context.walk,
-        table_ref.at[seq],
-        kv_ref.at[:, columns],
-        kv_tiles,
-        arrived,
+        split(spec, walk_over(spec, context.first, context.end, context.end), part, out_ref.shape[0]),
+        seq,
+        lax.div(group, jnp.int32(groups_of_head)),
+        paged,
+        buffers,
+        plgpu.Layout.MMA_ACC(spec.operand).reduce(1),
         functools.partial(_fold, spec, context, weights_tile),
         functools.partial(_prepare, spec, q_ref.at[seq, group]),
     )
@@ -83,8 +80,8 @@ def _prepare(
     spec: Spec,
     q_ref: Any,  # [8, D] in global memory
 ) -> _Running:
-    layout = plgpu.Layout.MMA_ACC(q_ref.dtype)
-    query = plgpu.load(q_ref.T, layout=plgpu.Layout.MMA_RHS(q_ref.dtype), optimized=False)
+    layout = plgpu.Layout.MMA_ACC(spec.operand)
+    query = plgpu.load(q_ref.T, layout=plgpu.Layout.MMA_RHS(spec.operand), optimized=False)
     out = plgpu.layout_cast(jnp.zeros((spec.value_rows, GROUP), jnp.float32), layout)
     highest = plgpu.layout_cast(jnp.full((GROUP,), MASKED, jnp.float32), layout.reduce(0))
     total = plgpu.layout_cast(jnp.zeros((GROUP,), jnp.float32), layout.reduce(0))
@@ -95,29 +92,32 @@ def _fold(
     spec: Spec,
     context: _Context,
     weights_tile: Any,  # [8, tile] in shared memory
-    step: Int[Array, ""],
-    kv_tile: Any,  # [tile, 2*D] in shared memory
+    tile: Tile,
     running: _Running,
     may_end: bool,
 ) -> _Running:
-    dtype = running.query.dtype
+    dtype = spec.operand
     left, right, sums = plgpu.Layout.MMA_LHS(dtype), plgpu.Layout.MMA_RHS(dtype), plgpu.Layout.MMA_ACC(dtype)
-    position = context.walk.position(spec, step)
+    key_scale, value_scale = tile.scales or (None, None)
 
-    keys = plgpu.load(kv_tile.at[:, pl.ds(0, spec.head_dim)], layout=left)
-    scores = scaled(spec, mma(plgpu.layout_cast(jnp.zeros((spec.tile, GROUP), jnp.float32), sums), keys, running.query))
-    token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=sums) + position
+    keys = plgpu.load(tile.kv.at[:, pl.ds(0, spec.head_dim)], layout=left)
+    scores = mma(plgpu.layout_cast(jnp.zeros((spec.tile, GROUP), jnp.float32), sums), keys, running.query)
+    scores = scaled(spec, times_scale(scores, key_scale, tokens=0))
+    token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=sums) + tile.position
     if may_end:
         scores = where_seen(scores, token < context.end)
     if spec.window is not None:
         scores = where_seen(scores, token >= context.first)
     softmax, weights, decay = add_scores(running.softmax, scores, tokens=0)
 
+    weights = times_scale(weights, value_scale, tokens=0)
+    if may_end and value_scale is not None:  # the scale of a row that holds no token may be NaN
+        weights = jnp.where(token < context.end, weights, 0.0)
     # Each warp has the weights of its own 16 tokens and needs those of all: they change hands in shared memory.
     weights_tile.T[...] = plgpu.layout_cast(weights.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-    values = plgpu.load(kv_tile.at[:, pl.ds(2 * spec.head_dim - spec.value_rows, spec.value_rows)].T, layout=left)
-    if may_end:  # a row that holds no token may be NaN, and 0 * NaN is NaN
-        token = plgpu.broadcasted_iota(jnp.int32, values.shape, 1, layout=left) + position
+    values = plgpu.load(tile.kv.at[:, pl.ds(2 * spec.head_dim - spec.value_rows, spec.value_rows)].T, layout=left)
+    if may_end:  # and so may the row itself: 0 * NaN is NaN
+        token = plgpu.broadcasted_iota(jnp.int32, values.shape, 1, layout=left) + tile.position
         values = jnp.where(token < context.end, values, jnp.zeros((), dtype))
     out = running.out * lax.broadcast_in_dim(decay, running.out.shape, [1])
     return _Running(running.query, mma(out, values, plgpu.load(weights_tile.T, layout=right)), softmax)

@@ -12,6 +12,7 @@ _SHARED_MEMORY = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "1
 """Bytes that one program may take, by the compute capability."""
 _OLDEST = 8  # Ampere: before it there are no copies past the registers
 _COUNTED = 9  # Hopper
+_FLOAT8 = (8, 9)  # Ada
 
 
 class Gpu(NamedTuple):
@@ -20,13 +21,12 @@ class Gpu(NamedTuple):
     num_sms: int
     shared_memory: int
     counted_copies: bool  # copies of whole tensors, which report to a barrier when they arrive
+    has_float8: bool = True  # instructions that convert it
 
 
-_INTERPRETED = Gpu(
-    num_sms=4, shared_memory=_SHARED_MEMORY["9.0"], counted_copies=True
-)  # few, so that small tests have one split and large ones several
+_INTERPRETED = Gpu(4, _SHARED_MEMORY["9.0"], True)  # few multiprocessors: small tests have one split, large ones several
 _DESCRIBED = {  # by a word of the device's kind: a description of a device does not tell its compute capability
-    "A100": Gpu(108, _SHARED_MEMORY["8.0"], False),
+    "A100": Gpu(108, _SHARED_MEMORY["8.0"], False, has_float8=False),
     "L4": Gpu(58, _SHARED_MEMORY["8.9"], False),
     "H100": Gpu(132, _SHARED_MEMORY["9.0"], True),
     "H200": Gpu(132, _SHARED_MEMORY["9.0"], True),
@@ -46,8 +46,8 @@ def find_gpu() -> tuple[Gpu | None, str]:
         return known, "" if known else f"needs an NVIDIA GPU that is known, the mesh is of {described.device_kind}"
     if not device.device_kind.startswith("NVIDIA"):
         return None, f"needs an NVIDIA GPU, this host has {device.device_kind}; tests run it within jaxpage.interpret_kernels()"
-    major = int(device.compute_capability.split(".")[0])
+    major, minor = map(int, device.compute_capability.split("."))
     if major < _OLDEST:
         return None, f"needs compute capability {_OLDEST}.0 or newer, {device.device_kind} has {device.compute_capability}"
     shared_memory = _SHARED_MEMORY.get(device.compute_capability, min(_SHARED_MEMORY.values()))
-    return Gpu(device.core_count, shared_memory, major >= _COUNTED), ""
+    return Gpu(device.core_count, shared_memory, major >= _COUNTED, (major, minor) >= _FLOAT8), ""

@@ -8,7 +8,7 @@ from pallas_kernels.gpu.decode import split_decode
 from pallas_kernels.gpu.device import Gpu, find_gpu
 from pallas_kernels.gpu.format import GpuStorage, encode
 from pallas_kernels.gpu.prefill import ragged_prefill
-from pallas_kernels.gpu.spec import GROUP, Spec, choose_decode, choose_prefill
+from pallas_kernels.gpu.spec import GROUP, Spec, choose_decode, choose_prefill, copy_fault
 from pallas_kernels.gpu.splits import num_splits
 from pallas_kernels.ragged import query_places, visible_lengths, write_slots
 
@@ -16,9 +16,8 @@ __all__ = ["LAYOUT", "attend", "supports", "write"]
 
 LAYOUT = "gpu"  # of the cache it runs on
 
-_BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+_BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _LARGEST_HEAD_DIM = 256
-_SMALLEST_UNCOUNTED = 16  # block size before Hopper: a smaller copy does not occupy all threads
 
 
 def supports(storage: GpuStorage, num_heads: int, num_seqs: int, table_width: int, decode: bool) -> tuple[bool, str]:
@@ -31,18 +30,21 @@ def supports(storage: GpuStorage, num_heads: int, num_seqs: int, table_width: in
     _, block_size, _, stored_dim = storage.blocks.shape
     if block_size not in _BLOCK_SIZES:
         return False, f"works with block sizes {', '.join(map(str, _BLOCK_SIZES))}, not {block_size}"
-    if not device.counted_copies and block_size < _SMALLEST_UNCOUNTED:
-        return False, f"works with block sizes from {_SMALLEST_UNCOUNTED} on before Hopper, not {block_size}"
+    if storage.blocks.dtype == jnp.float8_e4m3fn and not device.has_float8:
+        return False, "works with float8_e4m3fn from compute capability 8.9 on; int8 does everywhere"
     if stored_dim > _LARGEST_HEAD_DIM:
         return False, f"works with head_dim up to {_LARGEST_HEAD_DIM}, not {storage.head_dim}"
-    if not _tiles(storage, device, False)[1]:
+    tile, stages = _tiles(storage, device, decode=False)
+    if not stages:
         return False, f"head_dim {storage.head_dim} does not fit the {device.shared_memory // 2**10} KiB of shared memory"
-    return True, ""
+    reason = copy_fault(block_size, stored_dim, storage.blocks.dtype, tile, device.counted_copies)
+    return not reason, reason
 
 
 def _tiles(storage: GpuStorage, device: Gpu, decode: bool) -> tuple[int, int]:
     choose = choose_decode if decode else choose_prefill
-    return choose(storage.blocks.shape[-1], storage.blocks.dtype.itemsize, device.shared_memory)
+    _, block_size, _, stored_dim = storage.blocks.shape
+    return choose(block_size, stored_dim, storage.blocks.dtype, device.shared_memory)
 
 
 def write(
@@ -90,7 +92,7 @@ def attend(
     device, _ = find_gpu()
     if not able or device is None:
         raise NotImplementedError(reason)
-    if query_starts is None and not _tiles(storage, device, True)[1]:
+    if query_starts is None and not _tiles(storage, device, decode=True)[1]:
         query_starts = jnp.arange(num_seqs + 1, dtype=jnp.int32)  # tiles of prefill may be shorter, and fit a small shared memory
     tile, stages = _tiles(storage, device, query_starts is None)
     spec = Spec(
@@ -110,11 +112,11 @@ def attend(
         context = table_width * block_size if window is None else min(table_width * block_size, window + tile)
         programs = num_seqs * (heads // 2) * -(-q.shape[1] // (heads // 2 * GROUP))
         splits = num_splits(programs, -(-context // tile), device.num_sms)
-        out, lse = split_decode(q, storage.blocks, block_table, first, visible, spec, splits)
+        out, lse = split_decode(q, storage, block_table, first, visible, spec, splits)
     else:
         # A result that is scaled once more is not rounded before.
         dtype = q.dtype if sinks is None else jnp.float32
-        out, lse = ragged_prefill(q, storage.blocks, block_table, lengths, visible, query_starts, spec, dtype)
+        out, lse = ragged_prefill(q, storage, block_table, lengths, visible, query_starts, spec, dtype)
     if sinks is not None:  # a sink is one more token with this score and no value
         out *= jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None])[..., None]
     return out.astype(q.dtype)

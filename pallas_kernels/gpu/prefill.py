@@ -8,6 +8,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gpu.format import GpuStorage
+from pallas_kernels.gpu.paged import paged_context
 from pallas_kernels.gpu.prefill_kernel import prefill_buffers, prefill_kernel
 from pallas_kernels.gpu.spec import ROWS, Spec
 from pallas_kernels.gpu.work import cut
@@ -19,7 +21,7 @@ __all__ = ["ragged_prefill"]
 
 def ragged_prefill(
     q: Float[Array, "T H D"],
-    blocks: Float[Array, "N B 2*K stored_dim"],
+    storage: GpuStorage,
     block_table: Int[Array, "S M"],
     lengths: Int[Array, " S"],
     visible: Int[Array, " S"],
@@ -31,7 +33,7 @@ def ragged_prefill(
 
     Args:
       q: queries, one sequence after another.
-      blocks: one layer's storage.
+      storage: one layer's blocks.
       block_table: blocks of each sequence in order; those that hold visible tokens must be in the pool, no other is read.
       lengths: tokens of each sequence.
       visible: tokens of each sequence that exist in the pool; at most its length.
@@ -43,12 +45,12 @@ def ragged_prefill(
       (out, lse): zeros and -inf for a query that sees no token or is of no sequence; lse in float32.
     """
     num_queries, num_heads, head_dim = q.shape
-    num_kv_heads = blocks.shape[2] // 2
+    num_kv_heads = storage.blocks.shape[2] // 2
     group = num_heads // num_kv_heads
-    tiles = cut(lengths, visible, query_starts, num_queries=num_queries, group=group, window=spec.window)
+    tiles, places = cut(lengths, visible, query_starts, num_queries=num_queries, group=group, window=spec.window)
     num_tiles = tiles.seq.shape[0]
     position = jnp.repeat(query_places(lengths, query_starts, num_queries)[1], group)
-    rows = jnp.swapaxes(q.astype(blocks.dtype).reshape(num_queries, num_kv_heads, group, head_dim), 0, 1)
+    rows = jnp.swapaxes(q.astype(spec.operand).reshape(num_queries, num_kv_heads, group, head_dim), 0, 1)
     rows = rows.reshape(num_kv_heads, num_queries * group, head_dim)
     rows = jnp.pad(rows, ((0, 0), (0, ROWS), (0, spec.head_dim - head_dim)))  # the last tile may reach so far
 
@@ -64,18 +66,10 @@ def ragged_prefill(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     with gpu_interpreter():
-        out, lse = kernel(
-            rows,
-            blocks.reshape(blocks.shape[0] * blocks.shape[1], -1),
-            block_table,
-            jnp.pad(position, (0, ROWS)),
-            *(tiles.seq, tiles.row, tiles.first, tiles.full_end, tiles.end),
-        )
-    seen = (tiles.of_query >= 0) & (tiles.end[tiles.of_query] > tiles.first[tiles.of_query])
+        out, lse = kernel(rows, jnp.pad(position, (0, ROWS)), paged_context(storage, block_table, spec.tile), tiles)
+    seen = (places.tile >= 0) & (tiles.end > tiles.first)[places.tile]
     seen = seen.reshape(num_queries, 1, group)
-    out, lse = (
-        jnp.swapaxes(each[tiles.of_query, :, tiles.slot].reshape(num_queries, group, num_kv_heads, -1), 1, 2) for each in (out, lse)
-    )
+    out, lse = (jnp.swapaxes(each[places.tile, :, places.slot].reshape(num_queries, group, num_kv_heads, -1), 1, 2) for each in (out, lse))
     out = jnp.where(seen[..., None], out[..., :head_dim], 0)
     lse = jnp.where(seen, lse[..., 0], -jnp.inf)
     return out.reshape(num_queries, num_heads, head_dim), lse.reshape(num_queries, num_heads)

@@ -13,10 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gpu.paged import Paged
 from pallas_kernels.gpu.primitives import mma, store
-from pallas_kernels.gpu.softmax import MASKED, Softmax, add_scores, finish, scaled, where_seen
-from pallas_kernels.gpu.spec import ROWS, Spec
-from pallas_kernels.gpu.walk import Walk, walk_over, walk_tiles
+from pallas_kernels.gpu.softmax import MASKED, Softmax, add_scores, finish, scaled, times_scale, where_seen
+from pallas_kernels.gpu.spec import ROWS, KvBuffers, Spec
+from pallas_kernels.gpu.walk import Tile, walk_over, walk_tiles
+from pallas_kernels.gpu.work import Tiles
 
 __all__ = ["prefill_buffers", "prefill_kernel"]
 
@@ -29,55 +31,46 @@ class _Running(NamedTuple):
 class _Context(NamedTuple):
     """The tokens that the queries see."""
 
-    walk: Walk
     position_ref: Any  # int32[64] in global memory: of each row's token
     end: Int[Array, ""]  # one past the last token that any of them sees
 
 
 def prefill_buffers(spec: Spec) -> list:
     """The kernel's buffers in shared memory."""
-    queries, weights = spec.shared((ROWS, spec.head_dim), spec.swizzle), spec.shared((ROWS, spec.tile), 2 * spec.tile)
-    return [spec.kv_tiles(), queries, weights, *spec.arrived()]
+    return [spec.kv_buffers(), spec.shared((ROWS, spec.head_dim), spec.swizzle), spec.shared((ROWS, spec.tile), 2 * spec.tile)]
 
 
 def prefill_kernel(
     spec: Spec,
     q_ref: Any,  # [K, R, D] in global memory
-    kv_ref: Any,  # [N*B, 2*K*D] in global memory
-    table_ref: Any,  # int32[S, M] in global memory
     position_ref: Any,  # int32[R] in global memory
-    seq_ref: Any,  # int32[W] in global memory
-    row_ref: Any,  # int32[W] in global memory
-    first_ref: Any,  # int32[W] in global memory
-    full_end_ref: Any,  # int32[W] in global memory
-    end_ref: Any,  # int32[W] in global memory
+    paged: Paged,
+    tiles: Tiles,  # in global memory
     out_ref: Any,  # [W, K, 64, D] in global memory
     lse_ref: Any,  # float32[W, K, 64] in global memory
-    kv_tiles: Any,  # [stages, tile, 2*D] in shared memory
+    buffers: KvBuffers,
     q_tile: Any,  # [64, D] in shared memory
     weights_tile: Any,  # [64, tile] in shared memory
-    arrived: Any | None = None,  # barriers [stages]
 ) -> None:
-    """Attention of the query rows of one tile; see `pallas_kernels.gpu.work.Tiles` for what the tiles are.
-
-    Rows that belong to another sequence come out as anything, and so does a tile without tokens.
-    """
+    """Attention of the query rows of one tile. Rows of another sequence come out as anything, and so do tiles that see no token."""
     head = lax.axis_index("head")
     number = out_ref.shape[0] - 1 - lax.axis_index("tile")  # the last tiles of a sequence have the longest context: they begin first
-    seq, row, end = seq_ref[number], row_ref[number], end_ref[number]
-    walk = walk_over(spec, first_ref[number], full_end_ref[number], end)
+    rows = pl.ds(tiles.row[number], ROWS)
+    context = _Context(position_ref.at[rows], tiles.end[number])
+    walk = walk_over(spec, tiles.first[number], tiles.full_end[number], context.end)
 
     @pl.when(walk.steps > 0)
     def _() -> None:
         running = walk_tiles(
             spec,
             walk,
-            table_ref.at[seq],
-            kv_ref.at[:, pl.ds(head * (2 * spec.head_dim), 2 * spec.head_dim)],
-            kv_tiles,
-            arrived,
-            functools.partial(_fold, spec, _Context(walk, position_ref.at[pl.ds(row, ROWS)], end), q_tile, weights_tile),
-            functools.partial(_prepare, spec, q_ref.at[head, pl.ds(row, ROWS)], q_tile),
+            tiles.seq[number],
+            head,
+            paged,
+            buffers,
+            plgpu.Layout.MMA_ACC(spec.operand).reduce(0),
+            functools.partial(_fold, spec, context, q_tile, weights_tile),
+            functools.partial(_prepare, spec, q_ref.at[head, rows], q_tile),
         )
         factor, lse = finish(running.softmax)
         for part, out in zip(_parts(spec), running.out, strict=True):
@@ -88,8 +81,7 @@ def prefill_kernel(
 
 def _parts(spec: Spec) -> list:
     """The lanes of a head, in parts that the shared memory's swizzle keeps together."""
-    lanes = spec.swizzle // jnp.dtype(spec.dtype).itemsize
-    return [pl.ds(start, lanes) for start in range(0, spec.head_dim, lanes)]
+    return [pl.ds(start, spec.lanes) for start in range(0, spec.head_dim, spec.lanes)]
 
 
 def _prepare(
@@ -97,7 +89,7 @@ def _prepare(
     q_ref: Any,  # [64, D] in global memory
     q_tile: Any,  # [64, D] in shared memory
 ) -> _Running:
-    layout = plgpu.Layout.MMA_ACC(q_ref.dtype)
+    layout = plgpu.Layout.MMA_ACC(spec.operand)
     for part in _parts(spec):  # through the registers: a copy would have to begin at a multiple of 8 rows
         q_tile[:, part] = plgpu.load(q_ref.at[:, part], layout=layout, optimized=False)
     out = tuple(plgpu.layout_cast(jnp.zeros((ROWS, part.size), jnp.float32), layout) for part in _parts(spec))
@@ -111,21 +103,20 @@ def _fold(
     context: _Context,
     q_tile: Any,  # [64, D] in shared memory
     weights_tile: Any,  # [64, tile] in shared memory
-    step: Int[Array, ""],
-    kv_tile: Any,  # [tile, 2*D] in shared memory
+    tile: Tile,
     running: _Running,
     may_end: bool,
 ) -> _Running:
-    dtype = q_tile.dtype
+    dtype = spec.operand
     left, right, sums = plgpu.Layout.MMA_LHS(dtype), plgpu.Layout.MMA_RHS(dtype), plgpu.Layout.MMA_ACC(dtype)
-    start = context.walk.position(spec, step)
+    key_scale, value_scale = tile.scales or (None, None)
 
     scores = plgpu.layout_cast(jnp.zeros((ROWS, spec.tile), jnp.float32), sums)
     for part in _parts(spec):
-        scores = mma(scores, plgpu.load(q_tile.at[:, part], layout=left), plgpu.load(kv_tile.at[:, part].T, layout=right))
-    scores = scaled(spec, scores)
-    token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=sums) + start
-    if may_end or spec.window is not None:
+        scores = mma(scores, plgpu.load(q_tile.at[:, part], layout=left), plgpu.load(tile.kv.at[:, part].T, layout=right))
+    scores = scaled(spec, times_scale(scores, key_scale, tokens=1))
+    token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=sums) + tile.position
+    if may_end or spec.window is not None:  # asked for again at each tile, because the registers are full
         position = plgpu.load(context.position_ref, layout=sums.reduce(1), optimized=False)
     if may_end:
         seen = jnp.minimum(position + 1, context.end)
@@ -134,12 +125,15 @@ def _fold(
         scores = where_seen(scores, token > lax.broadcast_in_dim(position - spec.window, scores.shape, [0]))
     softmax, weights, decay = add_scores(running.softmax, scores, tokens=1)
 
+    weights = times_scale(weights, value_scale, tokens=1)
+    if may_end and value_scale is not None:  # the scale of a row that holds no token may be NaN
+        weights = jnp.where(token < context.end, weights, 0.0)
     weights_tile[...] = weights.astype(dtype)  # the tensor cores give sums and take operands in different registers
     out = []
     for part, total in zip(_parts(spec), running.out, strict=True):
-        values = plgpu.load(kv_tile.at[:, pl.ds(spec.head_dim + part.start, part.size)], layout=right)
-        if may_end:  # a row that holds no token may be NaN, and 0 * NaN is NaN
-            token = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=right) + start
+        values = plgpu.load(tile.kv.at[:, pl.ds(spec.head_dim + part.start, part.size)], layout=right)
+        if may_end:  # and so may the row itself: 0 * NaN is NaN
+            token = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=right) + tile.position
             values = jnp.where(token < context.end, values, jnp.zeros((), dtype))
         total = total * lax.broadcast_in_dim(decay, total.shape, [0])
         out.append(mma(total, plgpu.load(weights_tile, layout=left), values))

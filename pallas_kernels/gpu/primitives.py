@@ -5,11 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from pallas_kernels.interpret import interpreting
 
-__all__ = ["copy", "mma", "store"]
+__all__ = ["copy", "mma", "store", "widen"]
+
+_BETWEEN = {"int8": (jnp.int32, jnp.float32), "float8_e4m3fn": (jnp.float16, jnp.float32)}
+"""From 8 bits to bfloat16 by steps that every GPU has an instruction for."""
 
 
 def mma(total: Float[Array, "M N"], left: Float[Array, "M D"], right: Float[Array, "D N"]) -> Float[Array, "M N"]:
@@ -25,6 +28,13 @@ def copy(source: Any, target: Any, barrier: Any | None) -> None:
         plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
     else:
         plgpu.copy_gmem_to_smem(source, target, barrier)
+
+
+def widen(value: Num[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
+    """The same values in 16 bits."""
+    for step in _BETWEEN.get(value.dtype.name, ()):
+        value = value.astype(step)
+    return value.astype(dtype)
 
 
 def store(ref: Any, value: Array) -> None:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.gpu.spec import Spec
 
-__all__ = ["MASKED", "Softmax", "add_scores", "finish", "scaled", "where_seen"]
+__all__ = ["MASKED", "Softmax", "add_scores", "finish", "scaled", "times_scale", "where_seen"]
 
 MASKED = -1e30  # finite: -inf - -inf is NaN
 _LOG2E = math.log2(math.e)
@@ -43,6 +43,11 @@ def add_scores(state: Softmax, scores: Float[Array, "..."], tokens: int) -> tupl
     decay = jnp.exp2(state.highest - highest)
     weights = jnp.exp2(scores - lax.broadcast_in_dim(highest, scores.shape, [1 - tokens]))
     return Softmax(highest, state.total * decay + jnp.sum(weights, axis=tokens)), weights, decay
+
+
+def times_scale(array: Float[Array, "..."], scale: Float[Array, " tile"] | None, tokens: int) -> Float[Array, "..."]:
+    """Scores or weights of a tile, whose axis `tokens` is that of the tokens, times a scale of each token."""
+    return array if scale is None else array * lax.broadcast_in_dim(scale, array.shape, [tokens])
 
 
 def where_seen(scores: Float[Array, "..."], *conditions: Bool[Array, "..."]) -> Float[Array, "..."]:

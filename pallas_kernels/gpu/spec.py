@@ -4,12 +4,15 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
-__all__ = ["GROUP", "ROWS", "Spec", "choose_decode", "choose_prefill"]
+__all__ = ["GROUP", "ROWS", "KvBuffers", "Spec", "choose_decode", "choose_prefill", "copy_fault", "is_staged"]
 
 GROUP = 8  # query heads that decode scores at a time: the narrowest product of the tensor cores
 ROWS = 64  # query rows that prefill scores at a time: 16 for each of the four warps
 
+_SWIZZLED_ROWS = 8  # a swizzle is a pattern over so many rows: copies of fewer cannot follow it
+_ALIGNMENT = 128  # bytes: where a copy to shared memory may begin
 _DECODE_TILE = 64  # tokens: 16 for each of the four warps
 _DECODE_BUDGET = 96 * 2**10  # bytes of tiles that leave room for a second program on a multiprocessor
 _DECODE_STAGES = (2, 4)  # fewest and most tiles in flight
@@ -19,12 +22,20 @@ _PREFILL_AREA = 64 * 128  # most elements of the keys of a tile: the sums of wid
 _OVERHEAD = 2**10  # barriers, and what the compiler aligns
 
 
+class KvBuffers(NamedTuple):
+    """Keys and values of a head, side by side, in shared memory."""
+
+    tiles: Any  # [stages, tile, 2*D], as they arrive
+    staged: Any | None  # [tile, 2*D], for the tensor cores; None: they take tiles as they arrive
+    arrived: Any | None  # barriers [stages]; None: copies are not counted
+
+
 class Spec(NamedTuple):
     """What a kernel is built for."""
 
     block_size: int
     head_dim: int  # as it is stored
-    dtype: str
+    dtype: str  # as it is stored
     tile: int  # tokens that are scored at a time
     stages: int  # tiles in shared memory: one that is computed, the others on their way
     scale: float
@@ -43,6 +54,11 @@ class Spec(NamedTuple):
         return self.tile // self.piece
 
     @property
+    def operand(self) -> Any:
+        """The dtype that the tensor cores take."""
+        return jnp.dtype(jnp.bfloat16 if _is_narrow(self.dtype) else self.dtype)
+
+    @property
     def value_rows(self) -> int:
         """Rows of decode's product with the values: head_dim, filled up to 16 rows for each of the four warps."""
         return -(-self.head_dim // 64) * 64
@@ -50,37 +66,82 @@ class Spec(NamedTuple):
     @property
     def swizzle(self) -> int:
         """Bytes of a row of swizzled shared memory, as wide as head_dim allows."""
-        return next(width for width in (128, 64, 32) if self.head_dim * jnp.dtype(self.dtype).itemsize % width == 0)
+        return _swizzle(self.head_dim * self.operand.itemsize)
+
+    @property
+    def lanes(self) -> int:
+        """Elements of such a row."""
+        return self.swizzle // self.operand.itemsize
 
     def shared(self, shape: tuple[int, ...], swizzle: int) -> Any:
         """A buffer in shared memory that the tensor cores read without conflicts."""
-        dtype = jnp.dtype(self.dtype)
-        tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))  # type: ignore[abstract]  # JAX's base class lacks a body
-        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))  # type: ignore[abstract]
+        return _swizzled(shape, self.operand, swizzle)
 
-    def kv_tiles(self) -> Any:
-        """Keys and values of the tiles in flight, side by side."""
-        return self.shared((self.stages, self.tile, 2 * self.head_dim), self.swizzle)
-
-    def arrived(self) -> list:
-        """A barrier for each tile in flight, if copies are counted."""
-        return [plgpu.Barrier(num_arrivals=self.pieces, num_barriers=self.stages)] if self.counted else []
+    def kv_buffers(self) -> KvBuffers:
+        """The buffers for keys and values."""
+        shape, dtype = (self.stages, self.tile, 2 * self.head_dim), jnp.dtype(self.dtype)
+        swizzles = self.block_size >= _SWIZZLED_ROWS
+        tiles = _swizzled(shape, dtype, _kv_swizzle(self.head_dim, dtype)) if swizzles else plgpu.SMEM(shape, dtype)
+        staged = self.shared((self.tile, 2 * self.head_dim), self.swizzle) if is_staged(self.block_size, dtype) else None
+        return KvBuffers(tiles, staged, plgpu.Barrier(num_arrivals=self.pieces, num_barriers=self.stages) if self.counted else None)
 
 
-def choose_decode(head_dim: int, itemsize: int, shared_memory: int) -> tuple[int, int]:
+def is_staged(block_size: int, dtype: DTypeLike) -> bool:
+    """Whether tiles do not arrive as the tensor cores take them: in 8 bits, or in rows that follow no swizzle."""
+    return _is_narrow(dtype) or block_size < _SWIZZLED_ROWS
+
+
+def _is_narrow(dtype: DTypeLike) -> bool:
+    return jnp.dtype(dtype).itemsize == 1
+
+
+def _swizzle(row_bytes: int) -> int:
+    return next(width for width in (128, 64, 32) if row_bytes % width == 0)
+
+
+def _kv_swizzle(head_dim: int, dtype: DTypeLike) -> int:
+    """Of tiles as they arrive. The tensor cores take keys and values apart, the staging of 8-bit values takes both together."""
+    return _swizzle((2 * head_dim if _is_narrow(dtype) else head_dim) * jnp.dtype(dtype).itemsize)
+
+
+def _swizzled(shape: tuple[int, ...], dtype: jnp.dtype, swizzle: int) -> Any:
+    tiling = plgpu.TilingTransform((_SWIZZLED_ROWS, swizzle // dtype.itemsize))  # type: ignore[abstract]  # JAX's base class lacks a body
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))  # type: ignore[abstract]
+
+
+def choose_decode(block_size: int, head_dim: int, dtype: DTypeLike, shared_memory: int) -> tuple[int, int]:
     """(tile, stages) of decode for a stored head_dim; no stages: not even the fewest fit the shared memory."""
-    tile_bytes = _DECODE_TILE * 2 * head_dim * itemsize
     fewest, most = _DECODE_STAGES
+    tile_bytes, other_bytes = _tile_bytes(block_size, head_dim, dtype, _DECODE_TILE)
+    other_bytes += GROUP * _DECODE_TILE * 2
     stages = min(max(_DECODE_BUDGET // tile_bytes, fewest), most)
-    weights = GROUP * _DECODE_TILE * itemsize
-    return _DECODE_TILE, stages if stages * tile_bytes + weights + _OVERHEAD <= shared_memory else 0
+    return _DECODE_TILE, stages if stages * tile_bytes + other_bytes <= shared_memory else 0
 
 
-def choose_prefill(head_dim: int, itemsize: int, shared_memory: int) -> tuple[int, int]:
+def choose_prefill(block_size: int, head_dim: int, dtype: DTypeLike, shared_memory: int) -> tuple[int, int]:
     """(tile, stages) of prefill, likewise."""
     for tile in _PREFILL_TILES:
-        tiles = _PREFILL_STAGES * tile * 2 * head_dim * itemsize
-        queries_and_weights = ROWS * (head_dim + tile) * itemsize
-        if tile * head_dim <= _PREFILL_AREA and tiles + queries_and_weights + _OVERHEAD <= shared_memory:
+        tile_bytes, other_bytes = _tile_bytes(block_size, head_dim, dtype, tile)
+        other_bytes += ROWS * (head_dim + tile) * 2  # queries and weights
+        if tile * head_dim <= _PREFILL_AREA and _PREFILL_STAGES * tile_bytes + other_bytes <= shared_memory:
             return tile, _PREFILL_STAGES
     return 0, 0
+
+
+def copy_fault(block_size: int, head_dim: int, dtype: DTypeLike, tile: int, counted: bool) -> str:
+    """Why a head of a block cannot be copied to a tile; empty: it can."""
+    row_bytes = 2 * head_dim * jnp.dtype(dtype).itemsize
+    if block_size < _SWIZZLED_ROWS:
+        if not counted:
+            return f"works with block sizes from {_SWIZZLED_ROWS} on before Hopper, not {block_size}"
+        if block_size * row_bytes % _ALIGNMENT:
+            return f"needs keys and values of a block to fill multiples of {_ALIGNMENT} bytes a head, not {block_size} x {row_bytes}"
+    elif not counted and min(block_size, tile) // _SWIZZLED_ROWS * (row_bytes // _kv_swizzle(head_dim, dtype)) % 4:
+        return f"copies before Hopper occupy four warps: head_dim {head_dim} in {jnp.dtype(dtype).name} works with larger blocks"
+    return ""
+
+
+def _tile_bytes(block_size: int, head_dim: int, dtype: DTypeLike, tile: int) -> tuple[int, int]:
+    """Bytes of keys and values in a tile, and of what there is beside the tiles in flight."""
+    elements = tile * 2 * head_dim
+    return elements * jnp.dtype(dtype).itemsize, _OVERHEAD + (elements * 2 if is_staged(block_size, dtype) else 0)

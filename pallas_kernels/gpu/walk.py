@@ -1,20 +1,23 @@
 """The tiles of a context one after another, with the copies of the next ones on their way."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.gpu.paged import Paged
 from pallas_kernels.gpu.primitives import copy
-from pallas_kernels.gpu.spec import Spec
+from pallas_kernels.gpu.spec import KvBuffers, Spec
+from pallas_kernels.gpu.staging import stage
 
-__all__ = ["Walk", "split", "walk_over", "walk_tiles"]
+__all__ = ["Tile", "Walk", "split", "walk_over", "walk_tiles"]
 
+_ASKED_AHEAD = 8  # most pieces of a tile whose places are asked for a tile ahead: they take a register each
 _Pieces = tuple[Int[Array, ""], ...]
 
 
@@ -26,9 +29,13 @@ class Walk(NamedTuple):
     steps: Int[Array, ""]  # tiles
     full: Int[Array, ""]  # so many of them come first in which no query's context ends
 
-    def position(self, spec: Spec, step: Int[Array, ""]) -> Int[Array, ""]:
-        """Of the first token of a tile."""
-        return (self.start + step * spec.pieces) * spec.piece
+
+class Tile(NamedTuple):
+    """Keys and values of one head, in shared memory."""
+
+    position: Int[Array, ""]  # of the first token
+    kv: Any  # [tile, 2*D], side by side
+    scales: tuple[Float[Array, " tile"], Float[Array, " tile"]] | None  # of keys and of values; what is stored times them is meant
 
 
 def walk_over(spec: Spec, first: Int[Array, ""], full_end: Int[Array, ""], end: Int[Array, ""]) -> Walk:
@@ -49,30 +56,49 @@ def split(spec: Spec, walk: Walk, number: Int[Array, ""], count: int) -> Walk:
 def walk_tiles[Running](
     spec: Spec,
     walk: Walk,
-    table_ref: Any,  # int32[M] in global memory: blocks of the sequence
-    kv_ref: Any,  # [N*B, 2*D] in global memory: keys and values of one head
-    kv_tiles: Any,  # [stages, tile, 2*D] in shared memory
-    arrived: Any | None,  # barriers [stages]; None: copies are not counted
-    fold: Callable[[Int[Array, ""], Any, Running, bool], Running],
+    seq: Int[Array, ""],
+    head: Int[Array, ""],
+    paged: Paged,
+    buffers: KvBuffers,
+    scales_layout: Any,
+    fold: Callable[[Tile, Running, bool], Running],
     prepare: Callable[[], Running],
 ) -> Running:
-    """Folds tiles into a running result.
+    """Folds the tiles of one sequence and kv head into a running result.
 
     Args:
-      fold: takes the number of a tile, its keys and values [tile, 2*D] in shared memory, what is there so far, and whether contexts may
-        end in the tile. Then rows behind the last token hold anything.
+      scales_layout: how the registers shall hold the scales of a tile.
+      fold: takes a tile, what is there so far, and whether contexts may end in the tile. Then rows behind the last token hold anything.
       prepare: makes the result before the first tile, while that is on its way.
     """
     ahead = spec.stages - 1
-    pieces_of = functools.partial(_pieces, spec, walk, table_ref)
+    kv_ref = paged.kv.at[:, pl.ds(head * (2 * spec.head_dim), 2 * spec.head_dim)]
+    arrived = buffers.arrived
+    locate = functools.partial(_locate, spec, walk, paged.table.at[seq])
 
     def slot_of(step: Int[Array, ""] | int) -> Int[Array, ""]:
         return lax.rem(jnp.int32(step), jnp.int32(spec.stages))
 
+    def pieces_of(step: Int[Array, ""] | int) -> _Pieces:
+        return tuple(locate(step, number) for number in range(spec.pieces)) if spec.pieces <= _ASKED_AHEAD else ()
+
     def fetch(pieces: _Pieces, step: Int[Array, ""] | int, whole: bool) -> None:
-        barrier = None if arrived is None else arrived.at[slot_of(step)]
-        exists = [whole or (walk.start + step * spec.pieces + number <= walk.last) for number in range(spec.pieces)]
-        _fetch(spec, pieces, exists, kv_ref, kv_tiles.at[slot_of(step)], barrier)
+        def start(number: Int[Array, ""] | int, piece: Int[Array, ""]) -> None:
+            exists = whole or (walk.start + step * spec.pieces + number <= walk.last)
+            barrier = None if arrived is None else arrived.at[slot_of(step)]
+            _copy(spec, kv_ref, piece, buffers.tiles.at[slot_of(step)], number, barrier, exists)
+
+        for number, piece in enumerate(pieces):
+            start(number, piece)
+        if not pieces:  # small blocks: the table is asked when the copies start, which then wait for it
+            lax.fori_loop(0, spec.pieces, lambda number, _: start(number, locate(step, number)), None)
+
+    def scales_at(position: Int[Array, ""]) -> tuple[Float[Array, " tile"], Float[Array, " tile"]] | None:
+        if paged.scales is None:
+            return None
+        refs = [paged.scales.at[seq, 2 * head + side, pl.ds(position, spec.tile)] for side in (0, 1)]
+        keys, values = (plgpu.load(ref, layout=scales_layout, optimized=False).astype(jnp.float32) for ref in refs)
+        return keys, values
 
     for step in range(ahead):
         pl.when(step < walk.steps)(functools.partial(fetch, pieces_of(step), step, whole=False))
@@ -89,9 +115,12 @@ def walk_tiles[Running](
         else:
             fetch(pieces, step + ahead, whole=True)
         pieces = pieces_of(step + ahead + 1)  # on their way while the tile is computed
+        position = (walk.start + step * spec.pieces) * spec.piece
+        scales = scales_at(position)
         if arrived is not None:
             plgpu.barrier_wait(arrived.at[slot_of(step)])
-        return fold(step, kv_tiles.at[slot_of(step)], running, is_late), pieces
+        tile = Tile(position, stage(spec, buffers.tiles.at[slot_of(step)], buffers.staged), scales)
+        return fold(tile, running, is_late), pieces
 
     late = jnp.maximum(jnp.minimum(walk.full, walk.steps - ahead - 1), 0)  # from here on contexts may end, and so may the pieces
     carry = (prepare(), pieces_of(ahead))
@@ -99,40 +128,33 @@ def walk_tiles[Running](
     return lax.fori_loop(late, walk.steps, functools.partial(body, is_late=True), carry)[0]
 
 
-def _pieces(
+def _locate(
     spec: Spec,
     walk: Walk,
     table_ref: Any,  # int32[M] in global memory
     step: Int[Array, ""] | int,
-) -> _Pieces:
-    """Where the pool holds each piece of a tile, counted in pieces; past the end the last that exists, so that no other block is named."""
+    number: Int[Array, ""] | int,
+) -> Int[Array, ""]:
+    """Where the pool holds a piece of a tile, counted in pieces; past the end the last that exists, so that no other block is named."""
     pieces_of_block = jnp.int32(spec.block_size // spec.piece)
-    found = []
-    for number in range(spec.pieces):
-        piece = jnp.minimum(walk.start + step * spec.pieces + number, walk.last)
-        block = table_ref[lax.div(piece, pieces_of_block)]
-        found.append(block * pieces_of_block + lax.rem(piece, pieces_of_block))
-    return tuple(found)
+    piece = jnp.minimum(walk.start + step * spec.pieces + number, walk.last)
+    return table_ref[lax.div(piece, pieces_of_block)] * pieces_of_block + lax.rem(piece, pieces_of_block)
 
 
-def _fetch(
+def _copy(
     spec: Spec,
-    pieces: _Pieces,
-    exists: Sequence[Bool[Array, ""] | bool],
     kv_ref: Any,  # [N*B, 2*D] in global memory
+    piece: Int[Array, ""],
     kv_tile: Any,  # [tile, 2*D] in shared memory
-    arrived: Any | None,  # its barrier
+    number: Int[Array, ""] | int,
+    arrived: Any | None,  # the tile's barrier
+    exists: Bool[Array, ""] | bool,
 ) -> None:
-    """Starts the copies of the pieces that exist. The others arrive at once, because the barrier counts all pieces of a tile."""
-
-    def start(number: int) -> None:
-        source, target = (pl.ds(index * spec.piece, spec.piece) for index in (pieces[number], number))
-        copy(kv_ref.at[source], kv_tile.at[target], arrived)
-
-    for number, there in enumerate(exists):
-        if there is True:
-            start(number)
-            continue
-        pl.when(there)(functools.partial(start, number))
-        if arrived is not None:
-            pl.when(~there)(functools.partial(plgpu.barrier_arrive, arrived))
+    """Starts the copy of a piece to its place in a tile. One that does not exist arrives at once: the barrier counts all of a tile."""
+    source, target = kv_ref.at[pl.ds(piece * spec.piece, spec.piece)], kv_tile.at[pl.ds(number * spec.piece, spec.piece)]
+    if exists is True:
+        copy(source, target, arrived)
+        return
+    pl.when(exists)(functools.partial(copy, source, target, arrived))
+    if arrived is not None:
+        pl.when(~exists)(functools.partial(plgpu.barrier_arrive, arrived))

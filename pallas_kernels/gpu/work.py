@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 from pallas_kernels.gpu.spec import ROWS
 from pallas_kernels.ragged import query_places
 
-__all__ = ["Tiles", "cut", "most_tiles"]
+__all__ = ["Places", "Tiles", "cut", "most_tiles"]
 
 
 class Tiles(NamedTuple):
@@ -23,8 +23,13 @@ class Tiles(NamedTuple):
     first: Int[Array, " W"]  # the first token that any of its rows sees
     full_end: Int[Array, " W"]  # one past the last token that all of its rows see, but for a window
     end: Int[Array, " W"]  # one past the last token that any of its rows sees
-    of_query: Int[Array, " T*G"]  # the tile of each query row; -1: it is of no sequence
-    slot: Int[Array, " T*G"]  # and its place there
+
+
+class Places(NamedTuple):
+    """Where each query row is."""
+
+    tile: Int[Array, " T*G"]  # -1: it is of no sequence
+    slot: Int[Array, " T*G"]
 
 
 def most_tiles(num_queries: int, num_seqs: int, group: int) -> int:
@@ -40,7 +45,7 @@ def cut(
     num_queries: int,
     group: int,
     window: int | None,
-) -> Tiles:
+) -> tuple[Tiles, Places]:
     """Cuts the query rows into tiles.
 
     Args:
@@ -66,5 +71,5 @@ def cut(
 
     query_seq, query_position = query_places(lengths, query_starts, num_queries)
     query_row = jnp.arange(num_queries * group, dtype=jnp.int32) - jnp.repeat(query_starts[query_seq], group) * group
-    of_query = jnp.where(jnp.repeat(query_position >= 0, group), jnp.repeat(starts[query_seq], group) + query_row // ROWS, -1)
-    return Tiles(seq, query_starts[seq] * group + offset, first, full_end, end, of_query, query_row % ROWS)
+    query_tile = jnp.where(jnp.repeat(query_position >= 0, group), jnp.repeat(starts[query_seq], group) + query_row // ROWS, -1)
+    return Tiles(seq, query_starts[seq] * group + offset, first, full_end, end), Places(query_tile, query_row % ROWS)
