@@ -12,6 +12,7 @@ SCALED = f"{_DECODE}[scales of several heads]"
 WINDOW = f"{_DECODE}[first token of a tile just out of the window]"
 PREFILL = f"{_PREFILL}[tiles that end where the context's tiles do]"
 CHUNK = f"{_PREFILL}[a chunk of a few tiles]"
+SHORT_TILES = f"{_PREFILL}[queries over three short tiles]"
 PREFILL_WINDOW = f"{_PREFILL}[first token of a tile just out of the window]"
 PREFILL_SCALED = f"{_PREFILL}[scales of several heads]"
 OUTSIDE = "tests/test_attention.py::test_a_block_outside_the_pool_is_neither_read_nor_written[-1-gpu]"
@@ -34,7 +35,7 @@ FAULTS = [
     fault("last block dropped, decode", DECODE, "walk", "lax.div(jnp.maximum(end - 1, 0), ", "-1 + lax.div(jnp.maximum(end - 1, 0), "),
     fault("last block dropped, prefill", CHUNK, "walk", "lax.div(jnp.maximum(end - 1, 0), ", "-1 + lax.div(jnp.maximum(end - 1, 0), "),
     fault("last piece not copied", DECODE, "walk", "number <= walk.last)", "number < walk.last)"),
-    fault("a tile is full one token early", PREFILL, "walk", "jnp.maximum(full_end - start", "jnp.maximum(full_end + 1 - start"),
+    fault("a tile is full one token early", SHORT_TILES, "walk", "jnp.maximum(full_end - start", "jnp.maximum(full_end + 1 - start"),
     fault("a tile lost between two splits", SPLITS, "walk", "(number, number + 1)", "(number + 1, number + 1)"),
     fault("block of another sequence", DECODE, "walk", "paged.table.at[seq]", "paged.table.at[0]"),
     fault("values of the tail not masked, decode", DECODE, "decode_kernel", MASK, ""),
@@ -67,7 +68,7 @@ FAULTS = [
     fault("scale of the key for the value", SCALED, "walk", "2 * head + side", "2 * head"),
     fault("scales of the tail not masked", SCALED, "decode_kernel", "weights = jnp.where(token < context.end, weights, 0.0)", "pass"),
     fault("scales not written", SCALED, "implementation", "scales = storage.scales.at", "storage.scales.at"),
-    fault("half a tile not staged", WIDE_HEADS, "staging", "range(0, 2 * spec.head_dim, columns)", "range(0, spec.head_dim, columns)"),
+    fault("half a tile not staged", WIDE_HEADS, "staging", "range(0, 2 * spec.head_dim,", "range(0, spec.head_dim,"),
     fault("rows of another tile", CHUNK, "work", "* group + offset, first", "* group, first"),
     fault("blocks outside the pool are read", OUTSIDE, "implementation", VISIBLE, "visible = lengths"),
 ]

@@ -55,6 +55,7 @@ CASES = {
     "a chunk of a few tiles": Case((330, 0, 70), new=(5, 0, 40), dtype="bfloat16", head_dim=64, kv_heads=1),
     "first token of a tile just out of the window": Case((301, 130), new=(2, 1), window=173, dtype="bfloat16", kv_heads=1, head_dim=64),
     "scales of several heads": Case((150, 0, 65), new=(2, 0, 9), dtype="int8", scaled=True, kv_heads=2, group=3, head_dim=64),
+    "queries over three short tiles": Case((94,), new=(64,), dtype="bfloat16", kv_heads=1, group=1, head_dim=256),
     "a prompt of several tiles": Case((200,), new=(200,), dtype="bfloat16", kv_heads=1, group=2, head_dim=64),
     "head_dim of a padded head": Case((70, 5), new=(9, 5), dtype="bfloat16", head_dim=8),
     "no query at all": Case((40, 0), new=(0, 0), padding=3, dtype="bfloat16", head_dim=64),

@@ -11,9 +11,6 @@ from pallas_kernels.interpret import interpreting
 
 __all__ = ["copy", "mma", "store", "widen"]
 
-_BETWEEN = {"int8": (jnp.int32, jnp.float32), "float8_e4m3fn": (jnp.float16, jnp.float32)}
-"""From 8 bits to bfloat16 by steps that every GPU has an instruction for."""
-
 
 def mma(total: Float[Array, "M N"], left: Float[Array, "M D"], right: Float[Array, "D N"]) -> Float[Array, "M N"]:
     """total + left @ right on the tensor cores; operands in 16 bits, the sum in float32."""
@@ -32,8 +29,8 @@ def copy(source: Any, target: Any, barrier: Any | None) -> None:
 
 def widen(value: Num[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
     """The same values in 16 bits."""
-    for step in _BETWEEN.get(value.dtype.name, ()):
-        value = value.astype(step)
+    if value.dtype.itemsize == 1:  # no GPU before Hopper converts them to bfloat16 at once
+        value = value.astype(jnp.float16).astype(jnp.float32)
     return value.astype(dtype)
 
 

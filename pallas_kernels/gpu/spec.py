@@ -66,12 +66,17 @@ class Spec(NamedTuple):
     @property
     def swizzle(self) -> int:
         """Bytes of a row of swizzled shared memory, as wide as head_dim allows."""
-        return _swizzle(self.head_dim * self.operand.itemsize)
+        return _swizzle(self.head_dim * self.operand.itemsize, widest=64 if _is_narrow(self.dtype) else 128)
 
     @property
     def lanes(self) -> int:
         """Elements of such a row."""
         return self.swizzle // self.operand.itemsize
+
+    @property
+    def arriving_lanes(self) -> int:
+        """Elements of such a row in a tile as it arrives."""
+        return _kv_swizzle(self.head_dim, self.dtype) // jnp.dtype(self.dtype).itemsize
 
     def shared(self, shape: tuple[int, ...], swizzle: int) -> Any:
         """A buffer in shared memory that the tensor cores read without conflicts."""
@@ -95,13 +100,13 @@ def _is_narrow(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype).itemsize == 1
 
 
-def _swizzle(row_bytes: int) -> int:
-    return next(width for width in (128, 64, 32) if row_bytes % width == 0)
+def _swizzle(row_bytes: int, widest: int = 128) -> int:
+    return next(width for width in (128, 64, 32) if width <= widest and row_bytes % width == 0)
 
 
 def _kv_swizzle(head_dim: int, dtype: DTypeLike) -> int:
-    """Of tiles as they arrive. The tensor cores take keys and values apart, the staging of 8-bit values takes both together."""
-    return _swizzle((2 * head_dim if _is_narrow(dtype) else head_dim) * jnp.dtype(dtype).itemsize)
+    """Of tiles as they arrive. The tensor cores take keys and values apart; the staging of 8-bit values takes both, in small parts."""
+    return _swizzle(2 * head_dim, widest=64) if _is_narrow(dtype) else _swizzle(head_dim * jnp.dtype(dtype).itemsize)
 
 
 def _swizzled(shape: tuple[int, ...], dtype: jnp.dtype, swizzle: int) -> Any:

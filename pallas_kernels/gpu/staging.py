@@ -21,9 +21,8 @@ def stage(
     """The tile that the tensor cores take. Values are those stored: their scales are not applied."""
     if staged is None:
         return kv_tile
-    columns = 2 * spec.lanes  # as many as share a row of either swizzle
-    for start in range(0, 2 * spec.head_dim, columns):
-        source, target = (ref.at[:, pl.ds(start, columns)] for ref in (kv_tile, staged))
+    for start in range(0, 2 * spec.head_dim, spec.arriving_lanes):
+        source, target = (ref.at[:, pl.ds(start, spec.arriving_lanes)] for ref in (kv_tile, staged))
         if spec.tile % _WARP_ROWS:  # a shorter tile gives warps no rows of their own: each of them moves all
             source, target, layout = source.T, target.T, plgpu.Layout.MMA_RHS(spec.operand)
         else:
