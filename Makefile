@@ -65,9 +65,10 @@ test-slow: ## run the tests that take long: kernels through the TPU compiler, a 
 	$(call setup,dev)
 	$(BIN)/python -m pytest -n 2 --dist load -q -m slow
 
-mutants: ## plant faults in the TPU kernels, one at a time, and see the tests catch each (ten minutes)
+mutants: ## plant faults in the kernels, one at a time, and see the tests catch each (fifteen minutes)
 	$(call setup,dev)
 	$(BIN)/python tests/mutants.py
+	$(BIN)/python tests/mutants_gpu.py
 
 check: ## lint, check the format, the types and the layer rule
 	$(call setup,dev)

@@ -4,6 +4,7 @@ Every operation takes a cache and returns one; all are jittable, vectorised over
 `jax.jit` with the cache donated they update it in place.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jaxpage import block_pool
 from jaxpage.block_pool import BlockPool
 from jaxpage.block_table import BlockTable, blocks_for, init_table
 from jaxpage.config import CacheConfig
-from pallas_kernels import layout
+from pallas_kernels import gpu, layout
 
 __all__ = ["KVCache", "attach", "blocks_needed", "fork", "init_cache", "release", "reserve", "truncate"]
 
@@ -38,20 +39,30 @@ def init_cache(config: CacheConfig, backend: str | None = None) -> KVCache:
 
     Args:
       config: sizes.
-      backend: a key of `pallas_kernels.layout.LAYOUTS`; None picks this host's. A GPU's is "xla": the "gpu" layout serves decode only.
+      backend: a key of `pallas_kernels.layout.LAYOUTS`; None picks this host's: "tpu", "gpu" where the kernels run on such a cache, or
+        else "xla".
 
     Raises:
       NotImplementedError: the backend has no layout.
     """
-    if backend is None:
-        backend = "tpu" if jax.default_backend() == "tpu" else "xla"
-    storage = tuple(
-        layout.init_storage(
-            backend, config.num_blocks, config.block_size, config.num_kv_heads, config.head_dim, config.dtype, config.scaled
-        )
-        for _ in range(config.num_layers)
-    )
+    backend = backend or _host_backend(config)
+    storage = tuple(_init_layer(config, backend) for _ in range(config.num_layers))
     return KVCache(storage, block_pool.init_pool(config.num_blocks), init_table(config.max_seqs, config.max_blocks_per_seq))
+
+
+def _init_layer(config: CacheConfig, backend: str) -> layout.Storage:
+    return layout.init_storage(
+        backend, config.num_blocks, config.block_size, config.num_kv_heads, config.head_dim, config.dtype, config.scaled
+    )
+
+
+def _host_backend(config: CacheConfig) -> str:
+    host = jax.default_backend()
+    if host != "gpu" or config.dtype not in layout.LAYOUTS["gpu"].dtypes:
+        return "tpu" if host == "tpu" else "xla"
+    storage = jax.eval_shape(functools.partial(_init_layer, config, "gpu"))
+    able, _ = gpu.supports(storage, config.num_kv_heads, config.max_seqs, config.max_blocks_per_seq, decode=False)
+    return "gpu" if able else "xla"
 
 
 class _Growth(NamedTuple):

@@ -105,11 +105,7 @@ def _tpu_sizes(storage: TpuStorage) -> Sizes:
 
 
 def _gpu_empty(sizes: Sizes, dtype: str, scaled: bool) -> GpuStorage:
-    return GpuStorage(jnp.zeros((sizes.num_blocks, *gpu_format.block_shape(*sizes[1:])), dtype), sizes.head_dim)
-
-
-def _gpu_pack(keys: Float[Array, "N B K D"], values: Float[Array, "N B K D"], dtype: str, scaled: bool) -> GpuStorage:
-    return gpu_format.pack(keys, values, dtype)
+    return gpu_format.empty(*sizes, dtype, scaled)
 
 
 def _gpu_sizes(storage: GpuStorage) -> Sizes:
@@ -120,7 +116,7 @@ def _gpu_sizes(storage: GpuStorage) -> Sizes:
 LAYOUTS: dict[str, Layout] = {
     "xla": Layout(XlaStorage, ("float32", "bfloat16", "float16"), _xla_empty, _xla_pack, _xla_unpack, _xla_sizes),
     "tpu": Layout(TpuStorage, tpu_format.DTYPES, _tpu_empty, _tpu_pack, _tpu_unpack, _tpu_sizes),
-    "gpu": Layout(GpuStorage, gpu_format.DTYPES, _gpu_empty, _gpu_pack, gpu_format.unpack, _gpu_sizes),
+    "gpu": Layout(GpuStorage, gpu_format.DTYPES, _gpu_empty, gpu_format.pack, gpu_format.unpack, _gpu_sizes),
 }
 """The layout of each backend. Backends without kernels of their own run through XLA and share its layout."""
 

@@ -5,13 +5,27 @@ from typing import Any
 
 import jax
 import numpy as np
-from attention_cases import Problem
+from attention_cases import Case, Problem, build
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from oracle import paged_attention as oracle
 
 import jaxpage
 from pallas_kernels import layout
+
+STORAGE = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "int8": {"dtype": "int8"},
+    "float8": {"dtype": "float8_e4m3fn"},
+    "int8 scaled": {"dtype": "int8", "scaled": True},
+    "float8 scaled": {"dtype": "float8_e4m3fn", "scaled": True},
+}
+
+# The weights of the softmax are rounded to the dtype of the products, and queries that are multiplied by `kv_scales` once more. That is
+# bfloat16 for 8 bits; what it costs to store 8 bits is not in it, because the oracle gets what is stored.
+TOLERANCE = {"bfloat16": 3e-3, "float16": 4e-4, "int8": 6e-3, "float8_e4m3fn": 6e-3}
 
 _QUICK_COMPILE = {"xla_backend_optimization_level": 0}  # a case compiles once and runs once
 
@@ -27,21 +41,38 @@ def interpreted(function: Callable, *arguments: Any) -> Any:
         interpret_pallas_call.reset_gpu_interpret_mode_state()  # a kernel that raised leaves its memory behind
 
 
-def attend(problem: Problem) -> tuple[jax.Array, layout.GpuStorage]:
+def attend(problem: Problem, dtype: DTypeLike = jax.numpy.float32) -> tuple[jax.Array, layout.GpuStorage]:
     """`jaxpage.paged_attention` through the GPU kernels.
 
-    Queries are given in float32, so that the result is not rounded: rounding to bfloat16 alone is wrong by up to 4e-3.
+    Queries are given in float32 by default, so that the result is not rounded: rounding to bfloat16 alone is wrong by up to 4e-3.
     """
     q, *others = problem.arguments
-    return interpreted(
-        lambda *a: jaxpage.paged_attention(*a, **problem.options, implementation="gpu"), q.astype(jax.numpy.float32), *others
-    )
+    return interpreted(lambda *a: jaxpage.paged_attention(*a, **problem.options, implementation="gpu"), q.astype(dtype), *others)
 
 
-def expected(problem: Problem) -> np.ndarray:
-    """What the oracle says."""
+def stored(case: Case, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """The keys and values that the storage holds after the write, as the kernel reads them."""
+    scales = np.ones(2, np.float32) if case.kv_scales is None else case.kv_scales
+    keys, values = (np.asarray(side, np.float32) * scale for side, scale in zip(layout.unpack(problem.after), scales, strict=True))
+    return keys, values
+
+
+def expected(problem: Problem, keys: np.ndarray | None = None, values: np.ndarray | None = None) -> np.ndarray:
+    """What the oracle says for some keys and values; None: those before any rounding."""
     q, _, _, _, table, lengths, starts = problem.arguments
-    return oracle(q, problem.keys, problem.values, table, lengths, starts, **problem.options)
+    options = {name: value for name, value in problem.options.items() if name != "kv_scales"}
+    keys, values = (problem.keys, problem.values) if keys is None else (keys, values)
+    return oracle(q, keys, values, table, lengths, starts, **options)
+
+
+def check(case: Case, seed: int) -> None:
+    """Output and storage of one case against the oracle."""
+    problem = build(case, seed, backend="gpu")
+    out, storage = attend(problem)
+    assert_close(out, expected(problem, *stored(case, problem)), TOLERANCE[case.dtype])
+    for after, target in zip(jax.tree.leaves(storage), jax.tree.leaves(problem.after), strict=True):
+        bits = np.dtype(f"u{after.dtype.itemsize}")
+        np.testing.assert_array_equal(np.asarray(after)[1:].view(bits), np.asarray(target)[1:].view(bits))
 
 
 def assert_close(out: jax.Array, target: np.ndarray, tolerance: float) -> None:

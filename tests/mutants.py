@@ -78,11 +78,11 @@ FAULTS = [
 ]
 
 
-def plant(planted: Fault, folder: pathlib.Path) -> None:
+def plant(planted: Fault, folder: pathlib.Path, package: str) -> None:
     """A copy of the kernels with the fault in it."""
     shutil.copytree(ROOT / "pallas_kernels", folder / "pallas_kernels", ignore=shutil.ignore_patterns("__pycache__"))
     for module, text, replacement in planted.edits:
-        path = folder / "pallas_kernels" / "tpu" / f"{module}.py"
+        path = folder / "pallas_kernels" / package / f"{module}.py"
         source = path.read_text(encoding="utf-8")
         if source.count(text) != 1:
             raise SystemExit(f"error: {planted.name}: {path.name} holds {text!r} {source.count(text)} times, not once")
@@ -119,22 +119,23 @@ def outcome(test: str, text: str) -> str:
     return "did not run" if started is None else "passed" if started[1] else "hung"
 
 
-def main(words: list[str]) -> int:
-    chosen = [each for each in FAULTS if not words or any(word in each.name for word in words)]
-    tests = {each.test: [each.test.format(mode) for mode in MODES] for each in chosen}
+def main(faults: list[Fault], package: str, modes: tuple[str, ...], words: list[str]) -> int:
+    """Plants faults in modules of one package of kernels, and reports. `modes` fill the gap in the names of the tests."""
+    chosen = [each for each in faults if not words or any(word in each.name for word in words)]
+    tests = {each.test: [each.test.format(mode) for mode in modes] for each in chosen}
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        plant(Fault("no fault", "", ()), pathlib.Path(folder))
+        plant(Fault("no fault", "", ()), pathlib.Path(folder), package)
         outcomes = run([test for both in tests.values() for test in both], pathlib.Path(folder), limit=600)
     limit = 30 + time.monotonic() - start  # generous: what ends too late counts as hung
     if failed := [f"{test}: {what}" for test, what in outcomes.items() if what != "passed"]:
         print("the tests fail without a fault:", *failed, sep="\n")
         return 1
-    print(f"{'fault':<50} | {' | '.join(f'{mode:<20}' for mode in MODES)} | test", flush=True)
+    print(f"{'fault':<50} | {' | '.join(f'{mode:<20}' for mode in modes)} | test", flush=True)
     survivors = []
     for each in chosen:
         with tempfile.TemporaryDirectory() as folder:
-            plant(each, pathlib.Path(folder))
+            plant(each, pathlib.Path(folder), package)
             outcomes = run(tests[each.test], pathlib.Path(folder), limit)
         test = re.sub(r"-?{}", "", each.test.split("::")[1]).removesuffix("[]")
         print(f"{each.name:<50} | {' | '.join(f'{what:<20}' for what in outcomes.values())} | {test}", flush=True)
@@ -147,4 +148,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(FAULTS, "tpu", MODES, sys.argv[1:]))

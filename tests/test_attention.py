@@ -1,11 +1,14 @@
 """One suite for every attention implementation: against the float64 oracle, with poison in every slot that holds no token."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Case, Problem, build
 from flax import nnx
+from helpers_gpu import interpreted
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from oracle import paged_attention as oracle
@@ -15,8 +18,8 @@ from models import Decoder, ModelConfig
 from pallas_kernels import layout, validate
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 3e-3}
-IMPLEMENTATIONS = ("reference", "xla", "tpu")
-BACKEND = {"reference": "xla", "xla": "xla", "tpu": "tpu"}
+IMPLEMENTATIONS = ("reference", "xla", "tpu", "gpu")
+BACKEND = {"reference": "xla", "xla": "xla", "tpu": "tpu", "gpu": "gpu"}
 
 CASES = {
     "one token": Case((1,)),
@@ -79,9 +82,33 @@ def no_tpu_kernel(case: Case) -> str:
     return f"no TPU kernel for block size {case.block_size}" if case.block_size in (11, 384) else ""
 
 
+def no_gpu_kernel(case: Case) -> str:
+    if len(case.lengths) > 100 or max(case.lengths) > 1000:
+        return "takes minutes in the interpreter"
+    return f"no GPU kernel for block size {case.block_size}" if case.block_size in (11, 384) else ""
+
+
+NO_KERNEL = {"tpu": no_tpu_kernel, "gpu": no_gpu_kernel}
+
+
+def case_for(implementation: str, case: Case) -> Case:
+    """The GPU layout holds no float32."""
+    return dataclasses.replace(case, dtype="bfloat16") if implementation == "gpu" and case.dtype == "float32" else case
+
+
+def problem_for(implementation: str, case: Case, seed: int = 0) -> Problem:
+    return build(case_for(implementation, case), seed, BACKEND[implementation])
+
+
 def attend(implementation: str, *arguments, **options):
-    """A compiled call of one implementation; a TPU kernel runs in its interpreter, which must find no race."""
-    call = jax.jit(lambda *arguments: jaxpage.paged_attention(*arguments, **options, implementation=implementation))
+    """A compiled call of one implementation; a kernel runs in its interpreter, which must find no race."""
+
+    def paged_attention(*arguments):
+        return jaxpage.paged_attention(*arguments, **options, implementation=implementation)
+
+    if implementation == "gpu":
+        return interpreted(paged_attention, *arguments)
+    call = jax.jit(paged_attention)
     if implementation != "tpu":
         return call(*arguments)
     with jaxpage.interpret_kernels(pltpu.InterpretParams(detect_races=True)):
@@ -109,8 +136,8 @@ def assert_close(out, target, dtype: str):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_oracle(name, implementation):
-    case = CASES[name]
-    if implementation == "tpu" and (reason := no_tpu_kernel(case)):
+    case = case_for(implementation, CASES[name])
+    if implementation in NO_KERNEL and (reason := NO_KERNEL[implementation](case)):
         pytest.skip(reason)
     problem = build(case, seed=sum(map(ord, name)), backend=BACKEND[implementation])
     out, storage = run(problem, implementation)
@@ -122,16 +149,16 @@ def test_agrees_with_the_oracle(name, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_of_no_sequence_are_zero(implementation):
-    decode = run(build(Case((0, 5, 0)), backend=BACKEND[implementation]), implementation)[0]
+    decode = run(problem_for(implementation, Case((0, 5, 0))), implementation)[0]
     assert not np.any(np.asarray(decode)[[0, 2]])
-    ragged = run(build(Case((5, 9), new=(5, 2), padding=9), backend=BACKEND[implementation]), implementation)[0]
+    ragged = run(problem_for(implementation, Case((5, 9), new=(5, 2), padding=9)), implementation)[0]
     assert not np.any(np.asarray(ragged)[7:])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_batched_equals_alone(implementation):
-    lengths = (1, 16, 17, 4095)
-    problem = build(Case(lengths), backend=BACKEND[implementation])
+    lengths = (1, 16, 17, 150 if implementation == "gpu" else 4095)  # its interpreter takes minutes for longer ones
+    problem = problem_for(implementation, Case(lengths))
     together = np.asarray(run(problem, implementation)[0])
     q, k, v, storage, table, _, _ = problem.arguments
     for seq, length in enumerate(lengths):
@@ -144,15 +171,16 @@ def test_batched_equals_alone(implementation):
 @pytest.mark.parametrize("bad", [-1, 0, 1000, 2**31 - 1])
 def test_a_block_outside_the_pool_is_neither_read_nor_written(implementation, bad):
     """A clipped id would read or overwrite somebody else's block."""
-    problem = build(Case((20, 40), block_size=16), backend=BACKEND[implementation])
+    problem = problem_for(implementation, Case((20, 40), block_size=16))
     q, k, v, storage, table, lengths, _ = problem.arguments
     stored = layout.unpack(storage)[0]
+    dtype = stored.dtype.name
     table = table.at[0, 1].set(bad)  # holds tokens 16 to 19 of sequence 0, its newest token among them
     out, after = run(Problem((q, k, v, storage, table, lengths, None), problem.options, problem.keys, problem.values), implementation)
     # Sequence 0 sees its first block only; sequence 1 is as before.
     first = oracle(q[:1], problem.keys, problem.values, table[:1], np.asarray([16]), None, **problem.options)
-    assert_close(out[:1], first, "float32")
-    assert_close(out[1:], expected(problem)[1:], "float32")
+    assert_close(out[:1], first, dtype)
+    assert_close(out[1:], expected(problem)[1:], dtype)
     changed = np.asarray(layout.unpack(after)[0])[1:] != np.asarray(stored)[1:]
     changed &= ~(np.isnan(np.asarray(layout.unpack(after)[0])[1:]) & np.isnan(np.asarray(stored)[1:]))
     assert set(np.flatnonzero(changed.any((1, 2, 3))) + 1) == {int(table[1, 39 // 16])}
@@ -161,17 +189,17 @@ def test_a_block_outside_the_pool_is_neither_read_nor_written(implementation, ba
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_query_that_sees_no_token_gives_zeros(implementation):
     """Its own block is outside the pool, and the window hides all others."""
-    problem = build(Case((20, 40), window=1), backend=BACKEND[implementation])
+    problem = problem_for(implementation, Case((20, 40), window=1))
     q, k, v, storage, table, lengths, _ = problem.arguments
     broken = Problem((q, k, v, storage, table.at[0, 1].set(-1), lengths, None), problem.options, problem.keys, problem.values)
     out, _ = run(broken, implementation)
     assert not np.any(np.asarray(out)[0])
-    assert_close(out[1:], expected(problem)[1:], "float32")
+    assert_close(out[1:], expected(problem)[1:], q.dtype.name)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_position_beyond_the_table_is_dropped(implementation):
-    problem = build(Case((32, 16), block_size=16, width=2), backend=BACKEND[implementation])
+    problem = problem_for(implementation, Case((32, 16), block_size=16, width=2))
     q, k, v, storage, table, lengths, _ = problem.arguments
     storage = jax.tree.map(jnp.nan_to_num, storage)  # the slot of token 31, which stays unwritten here, is in sight
     grown = lengths.at[0].set(33)
@@ -184,12 +212,12 @@ def test_a_position_beyond_the_table_is_dropped(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_window_that_begins_beyond_the_table_sees_nothing(implementation):
-    problem = build(Case((32, 90), block_size=16, width=7, window=20), backend=BACKEND[implementation])
+    problem = problem_for(implementation, Case((32, 90), block_size=16, width=7, window=20))
     q, k, v, storage, table, lengths, _ = problem.arguments
     storage = jax.tree.map(jnp.nan_to_num, storage)  # the slot of token 31, which stays unwritten here
     out, _ = attend(implementation, q, k, v, storage, table, lengths.at[0].set(5000), **problem.options)
     assert not np.any(np.asarray(out)[0])
-    assert_close(out[1:], expected(problem)[1:], "float32")
+    assert_close(out[1:], expected(problem)[1:], q.dtype.name)
 
 
 def test_work_does_not_follow_the_table_width():

@@ -8,8 +8,11 @@ from pallas_kernels.interpret import interpreting
 
 __all__ = ["Gpu", "find_gpu"]
 
-_SHARED_MEMORY = {9: 232448, 10: 232448, 12: 101376}  # bytes that one program may take, by the major number of the compute capability
-_OLDEST = 9  # Hopper: before it there are no tensor copies with a barrier
+_SHARED_MEMORY = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "10.3": 232448, "12.0": 101376}
+"""Bytes that one program may take, by the compute capability."""
+_OLDEST = 8  # Ampere: before it there are no copies past the registers
+_COUNTED = 9  # Hopper
+_FLOAT8 = (8, 9)  # Ada
 
 
 class Gpu(NamedTuple):
@@ -17,10 +20,19 @@ class Gpu(NamedTuple):
 
     num_sms: int
     shared_memory: int
+    counted_copies: bool  # copies of whole tensors, which report to a barrier when they arrive
+    has_float8: bool = True  # instructions that convert it
 
 
-_INTERPRETED = Gpu(num_sms=4, shared_memory=_SHARED_MEMORY[9])  # few, so that small tests have one split and large ones several
-_DESCRIBED = Gpu(num_sms=132, shared_memory=_SHARED_MEMORY[9])  # an H100, which Mosaic assumes too where there is no device
+_INTERPRETED = Gpu(4, _SHARED_MEMORY["9.0"], True)  # few multiprocessors: small tests have one split, large ones several
+_DESCRIBED = {  # by a word of the device's kind: a description of a device does not tell its compute capability
+    "A100": Gpu(108, _SHARED_MEMORY["8.0"], False, has_float8=False),
+    "L4": Gpu(58, _SHARED_MEMORY["8.9"], False),
+    "H100": Gpu(132, _SHARED_MEMORY["9.0"], True),
+    "H200": Gpu(132, _SHARED_MEMORY["9.0"], True),
+    "B200": Gpu(148, _SHARED_MEMORY["10.0"], True),
+    "RTX PRO 6000": Gpu(188, _SHARED_MEMORY["12.0"], True),
+}
 
 
 def find_gpu() -> tuple[Gpu | None, str]:
@@ -30,11 +42,12 @@ def find_gpu() -> tuple[Gpu | None, str]:
     device = jax.devices()[0]
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None and described.device_kind != device.device_kind:  # another machine's, compiled for without one at hand
-        is_nvidia = described.device_kind.startswith("NVIDIA")
-        return (_DESCRIBED, "") if is_nvidia else (None, f"needs an NVIDIA GPU, the mesh is of {described.device_kind}")
+        known = next((gpu for word, gpu in _DESCRIBED.items() if word in described.device_kind), None)
+        return known, "" if known else f"needs an NVIDIA GPU that is known, the mesh is of {described.device_kind}"
     if not device.device_kind.startswith("NVIDIA"):
         return None, f"needs an NVIDIA GPU, this host has {device.device_kind}; tests run it within jaxpage.interpret_kernels()"
-    major = int(device.compute_capability.split(".")[0])
+    major, minor = map(int, device.compute_capability.split("."))
     if major < _OLDEST:
         return None, f"needs compute capability {_OLDEST}.0 or newer, {device.device_kind} has {device.compute_capability}"
-    return Gpu(device.core_count, _SHARED_MEMORY.get(major, min(_SHARED_MEMORY.values()))), ""
+    shared_memory = _SHARED_MEMORY.get(device.compute_capability, min(_SHARED_MEMORY.values()))
+    return Gpu(device.core_count, shared_memory, major >= _COUNTED, (major, minor) >= _FLOAT8), ""
