@@ -6,6 +6,8 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import jax
+
 from jaxpage.admission import check_requests
 from jaxpage.attention import backend_of
 from jaxpage.completion import Completion, Detokenize, Transcript
@@ -17,7 +19,6 @@ from jaxpage.engine.memory import Memory
 from jaxpage.engine.options import INDEXES, EngineOptions
 from jaxpage.engine.policy import find_scheduling
 from jaxpage.engine.runner import Runner
-from jaxpage.engine.save import check_same, load_engine, read_host, save_engine
 from jaxpage.engine.scheduler import Scheduler
 from jaxpage.engine.seq import Seq
 from jaxpage.engine.stats import EngineStats
@@ -304,6 +305,8 @@ class Engine:
         Raises:
           ValueError: the index is of a class of one's own.
         """
+        from jaxpage.engine.save import save_engine  # with Orbax, which nothing else here needs
+
         self._runner.collect_all()
         self._memory.check_attached()
         save_engine(self, Path(path))
@@ -339,6 +342,8 @@ class Engine:
           FileNotFoundError: there is no saved engine.
           ValueError: it is broken, or differs; says in what.
         """
+        from jaxpage.engine.save import check_same, load_engine, read_host
+
         host = read_host(Path(path))
         check_same(host, model.config, options, eos_ids)
         engine = cls(model, options, eos_ids=eos_ids, detokenize=detokenize, index=index, programs=programs, draft_model=draft_model)
@@ -359,8 +364,8 @@ class Engine:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that the pool holds."""
-        return self._device.config.pool_bytes
+        """Bytes of keys and values that the pool holds, those of a draft model included."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._device.state.cache.storage))
 
     def usage(self) -> Usage:
         """How full the pool is. What the index keeps is in use too."""
