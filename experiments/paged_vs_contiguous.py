@@ -179,7 +179,7 @@ def _report(config: PagedVsContiguous, rows: Sequence[Row]) -> Iterator[Part]:
     yield from _verdict(config, rows)
     yield (
         "Memory use: tokens held of places reserved, over time. Budget use: tokens held of the whole memory. A rate of 0 lets all requests "
-        "arrive at once. Tokens per processor second do not depend on what else the machine does; all other times do."
+        "arrive at once. Tokens per processor second depend little on what else the machine does; times do."
     )
     yield Table(summary, ("rate_per_s", "system", *_MEASURES))
     yield Picture(
@@ -251,9 +251,7 @@ def _rates_figure(config: PagedVsContiguous, rows: Sequence[Row]) -> Any:
                 alpha=0.5,
             )
         if column != "tokens_per_s":
-            ax.set_yscale("log")
-            ax.yaxis.set_major_formatter("{x:g}")
-            ax.yaxis.set_minor_formatter("{x:g}")
+            plot.log_heights(ax)
         limits = {"ylim": (0, None)} if column == "tokens_per_s" else {}
         plot.lines(ax, series, xlabel="requests a second", ylabel=label, **limits)
     return figure
