@@ -9,10 +9,11 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.ticker import LogLocator, NullFormatter
 except ImportError as error:
     raise NotImplementedError("experiments draw with the package matplotlib: install jaxpage[experiments]") from error
 
-__all__ = ["COLOURS", "bars", "grid", "label_ends", "lines", "log_ticks", "title"]
+__all__ = ["COLOURS", "bars", "grid", "label_ends", "lines", "log_heights", "log_ticks", "title"]
 
 # Okabe and Ito's colours without the yellow one, which is too pale on paper; shapes for where there is no colour.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -86,3 +87,11 @@ def log_ticks(ax: Axes, values: Sequence[float]) -> None:
     ticks = sorted(set(values))
     ax.set_xticks(ticks, [f"{tick / 1000:g}K" if tick >= 1000 else f"{tick:g}" for tick in ticks])
     ax.set_xticks([], minor=True)
+
+
+def log_heights(ax: Axes) -> None:
+    """A logarithmic y axis with numbers at 1, 2, 5, 10 and so on."""
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())

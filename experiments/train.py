@@ -125,7 +125,7 @@ def _report(config: Train, rows: Sequence[Row]) -> Iterator[Part]:
 def _figure(rows: Sequence[Row], names: Iterable[str]) -> Any:
     figure, axes = plot.grid(1, 2 if names else 1, width=3.9, height=2.8)
     steps = [row["step"] for row in rows]
-    axes[0].set_yscale("log")
+    plot.log_heights(axes[0])
     plot.lines(axes[0], {"loss": (steps, [row["loss_nats_per_token"] for row in rows])}, xlabel="steps", ylabel="loss, nats a token")
     if names:
         series = {name: (steps, [row[f"{name}_exact_percent"] for row in rows]) for name in names}
