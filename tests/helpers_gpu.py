@@ -1,5 +1,6 @@
 """Running the GPU kernels in their interpreter, with its checks on."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -65,9 +66,22 @@ def expected(problem: Problem, keys: np.ndarray | None = None, values: np.ndarra
     return oracle(q, keys, values, table, lengths, starts, **options)
 
 
+def with_poisoned_scales(problem: Problem) -> Problem:
+    """NaN in the scale of every slot that holds no token, too."""
+    unused = jax.numpy.swapaxes(jax.numpy.repeat(np.isnan(problem.keys[..., 0]), 2, axis=2), 1, 2)
+
+    def poison(storage: layout.GpuStorage) -> layout.GpuStorage:
+        return dataclasses.replace(storage, scales=jax.numpy.where(unused, np.nan, storage.scales))
+
+    arguments = tuple(poison(each) if isinstance(each, layout.GpuStorage) else each for each in problem.arguments)
+    return dataclasses.replace(problem, arguments=arguments, after=poison(problem.after))
+
+
 def check(case: Case, seed: int) -> None:
     """Output and storage of one case against the oracle."""
     problem = build(case, seed, backend="gpu")
+    if case.scaled:
+        problem = with_poisoned_scales(problem)
     out, storage = attend(problem)
     assert_close(out, expected(problem, *stored(case, problem)), TOLERANCE[case.dtype])
     for after, target in zip(jax.tree.leaves(storage), jax.tree.leaves(problem.after), strict=True):
