@@ -61,7 +61,7 @@ test: ## run the tests
 	$(call setup,dev)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m 'not slow'
 
-test-slow: ## run the tests that take long: kernels through the TPU compiler, a whole model through the interpreter
+test-slow: ## run the tests that take long: kernels in their interpreters and compilers, whole models, training
 	$(call setup,dev)
 	$(BIN)/python -m pytest -n 2 --dist load -q -m slow
 

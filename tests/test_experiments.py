@@ -81,7 +81,7 @@ def fails(capsys, *arguments):
 
 def test_list_names_every_experiment_and_imports_none():
     done = subprocess.run([sys.executable, "-X", "importtime", "-m", "experiments", "list"], capture_output=True, text=True, cwd=ROOT)
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == list(command.EXPERIMENTS)
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [*command.EXPERIMENTS, *command.TOOLS]
     assert all(line.rstrip().endswith(".") for line in done.stdout.splitlines())
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "experiments.experiment" in imported and not imported & {"jax", "numpy", "matplotlib", "tyro", "tqdm"}

@@ -21,6 +21,8 @@ from pallas_kernels.gpu.device import Gpu, find_gpu
 from pallas_kernels.gpu.spec import Spec, choose_decode, choose_prefill
 from pallas_kernels.gpu.splits import num_splits
 
+pytestmark = pytest.mark.slow  # minutes in the interpreter
+
 LENGTHS = {  # tiles are 64 tokens
     "around blocks": (1, 0, 8, 9),
     "around tiles": (63, 64, 129),

@@ -17,6 +17,8 @@ from pallas_kernels.gpu.prefill import ragged_prefill
 from pallas_kernels.gpu.spec import Spec
 from pallas_kernels.gpu.work import cut
 
+pytestmark = pytest.mark.slow  # minutes in the interpreter
+
 BATCHES = {  # tiles are 64 tokens, or 32, and 64 query rows: one for each query head that shares a kv head
     "prompts": {"lengths": (33, 0, 16, 1), "new": (33, 0, 16, 1)},
     "chunks": {"lengths": (150, 64, 33), "new": (30, 1, 5)},

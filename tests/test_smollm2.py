@@ -101,17 +101,3 @@ def test_the_tpu_kernels_give_the_same_ids(smollm2_gguf, dtype):
     with jaxpage.interpret_kernels():
         done = jaxpage.generate(loaded.decoder, IDS, params, implementation="tpu", cache_dtype=dtype)
     assert [each.token_ids for each in done] == [ids[:4] for ids in GREEDY]
-
-
-@pytest.mark.slow
-def test_the_gpu_kernels_give_the_ids_of_the_xla_implementation(smollm2_gguf):
-    loaded = load_model(smollm2_gguf, dtype="bfloat16")
-    params = jaxpage.SamplingParams(max_tokens=4, ignore_eos=True)
-
-    def ids(implementation: str) -> list[tuple[int, ...]]:
-        done = jaxpage.generate(loaded.decoder, IDS, params, implementation=implementation, cache_dtype="bfloat16")
-        return [each.token_ids for each in done]
-
-    with jaxpage.interpret_kernels():
-        from_kernels = ids("gpu")
-    assert from_kernels == ids("xla")

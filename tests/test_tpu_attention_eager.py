@@ -6,6 +6,8 @@ With race detection, NaN in every slot that holds no token, and shuffled blocks.
 import pytest
 from helpers_tpu_attention import CASES, check
 
+pytestmark = pytest.mark.slow  # minutes in the interpreter
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_oracle(name):

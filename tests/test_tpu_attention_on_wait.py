@@ -8,6 +8,8 @@ import itertools
 import pytest
 from helpers_tpu_attention import CASES, LEVELS, ROWS, check
 
+pytestmark = pytest.mark.slow  # minutes in the interpreter
+
 
 def test_every_two_levels_meet():
     for (a, levels_of_a), (b, levels_of_b) in itertools.combinations(LEVELS.items(), 2):

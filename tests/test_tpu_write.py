@@ -12,6 +12,8 @@ from helpers_tpu import MODES, assert_same_bits, interpreted
 
 from pallas_kernels import layout, tpu
 
+pytestmark = pytest.mark.slow  # minutes in the interpreter
+
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "int8 scaled", "float8_e4m3fn scaled")
 WORDS = {"kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}  # with small blocks: keys and values are the halves of words
 
