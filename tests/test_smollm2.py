@@ -34,7 +34,7 @@ def greedy(loaded: LoadedModel, count: int = 20, prompts=IDS, **options):
     return jaxpage.generate(loaded.decoder, prompts, params, **options)
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 16, 64])
+@pytest.mark.parametrize("block_size", [16, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 8, 64))])
 def test_ids_and_logprobs_are_those_of_the_reference_engines(smollm2, block_size):
     for done, ids, prompt in zip(greedy(smollm2, block_size=block_size), GREEDY, PROMPTS, strict=True):
         assert done.token_ids == ids
@@ -66,6 +66,7 @@ def test_a_hugging_face_folder_and_a_checkpoint_give_the_same_ids(smollm2, tmp_p
         assert loaded.tokenizer.encode(PROMPTS[1]["text"]) == IDS[1]
 
 
+@pytest.mark.slow
 def test_eight_prompts_at_once_give_each_its_own_ids(smollm2):
     """Different lengths, three of them with known answers; the others must give what they give alone."""
     tokenizer = smollm2.tokenizer
@@ -84,6 +85,7 @@ def test_eight_prompts_at_once_give_each_its_own_ids(smollm2):
         assert run([prompt]) == [ids]
 
 
+@pytest.mark.slow
 def test_a_seeded_sequence_gives_the_same_tokens_alone_and_in_a_batch(smollm2):
     decoder = jaxpage.BatchDecoder(smollm2.decoder)
     mates = jaxpage.SamplingParams(max_tokens=16, temperature=1.3, seed=99)
