@@ -18,7 +18,8 @@ from models import Decoder, ModelConfig
 from pallas_kernels import layout, validate
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 3e-3}
-IMPLEMENTATIONS = ("reference", "xla", "tpu", "gpu")
+INTERPRETED = ("tpu", "gpu")
+IMPLEMENTATIONS = ("reference", "xla", *(pytest.param(name, marks=pytest.mark.slow) for name in INTERPRETED))
 BACKEND = {"reference": "xla", "xla": "xla", "tpu": "tpu", "gpu": "gpu"}
 
 CASES = {
