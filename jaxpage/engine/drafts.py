@@ -66,14 +66,12 @@ class Drafter(CausalModel, Protocol):
         """
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("model",), meta_fields=("num_drafts", "ngram"))
 @dataclasses.dataclass(frozen=True)
-class PromptLookup:
-    """Guesses that a sequence goes on as it did where its last tokens occurred before (Saxena, 2023)."""
+class _WithModel:
+    """The model that drafts are for. It computes tokens as it does alone."""
 
     model: CausalModel
     num_drafts: int
-    ngram: int
 
     @property
     def config(self) -> ModelSizes:
@@ -95,6 +93,14 @@ class PromptLookup:
     def logits(self, hidden: Float[Array, "T hidden"]) -> Float[Array, "T V"]:
         """The model's."""
         return self.model.logits(hidden)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("model",), meta_fields=("num_drafts", "ngram"))
+@dataclasses.dataclass(frozen=True)
+class PromptLookup(_WithModel):
+    """Guesses that a sequence goes on as it did where its last tokens occurred before (Saxena, 2023)."""
+
+    ngram: int
 
     def prepare(self, state: DecodeState, config: CacheConfig, backend: str | None) -> DecodeState:
         """See `Drafter`: each sequence's tokens."""
@@ -139,21 +145,14 @@ def look_up(history: Int[Array, "S W"], last: Int[Array, " S"], ngram: int, num_
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("model", "draft"), meta_fields=("num_drafts",))
 @dataclasses.dataclass(frozen=True)
-class DraftModel:
+class DraftModel(_WithModel):
     """A model with a smaller one that guesses for it (Leviathan et al., 2023).
 
     The small model's keys and values are further layers of the same cache, after the model's own: whatever is done to a block, sharing,
     copying, swapping, is done to both.
     """
 
-    model: CausalModel
     draft: CausalModel
-    num_drafts: int
-
-    @property
-    def config(self) -> ModelSizes:
-        """The model's."""
-        return self.model.config
 
     def step(
         self,
@@ -166,17 +165,13 @@ class DraftModel:
     ) -> tuple[Float[Array, "T hidden"], KVCache]:
         """The model's; the small model sees the same tokens."""
         own = self.config.num_layers
-        hidden, cache_of_model = self.model.step(
+        hidden, cache_of_model = super().step(
             tokens, cache._replace(storage=cache.storage[:own]), lengths, query_starts, implementation=implementation
         )
         _, cache_of_draft = self.draft.step(
             tokens, cache._replace(storage=cache.storage[own:]), lengths, query_starts, implementation=implementation
         )
         return hidden, cache._replace(storage=cache_of_model.storage + cache_of_draft.storage)
-
-    def logits(self, hidden: Float[Array, "T hidden"]) -> Float[Array, "T V"]:
-        """The model's."""
-        return self.model.logits(hidden)
 
     def prepare(self, state: DecodeState, config: CacheConfig, backend: str | None) -> DecodeState:
         """See `Drafter`: the small model's layers."""
@@ -217,4 +212,4 @@ def with_drafts(model: CausalModel, draft_model: CausalModel | None, speculation
     ours, theirs = model.config, draft_model.config
     if theirs.vocab_size != ours.vocab_size:
         raise ValueError(f"the draft model must have the model's vocabulary of {ours.vocab_size} tokens, got {theirs.vocab_size}")
-    return DraftModel(model, draft_model, speculation.num_drafts)
+    return DraftModel(model, speculation.num_drafts, draft_model)
