@@ -116,7 +116,7 @@ def test_news_logprobs_stop_strings_functions_and_forks_are_kept(tiny, prompts, 
     ]
     for _ in range(3):
         engine._runner.advance()  # as `step`, but the news are kept: the last request has ended
-    assert any(update.completion for update in engine._runner.news)
+    assert any(update.completion for update in engine._runner.news.waiting)
     names.append(engine.fork(names[0], dataclasses.replace(params, seed=9, temperature=1.0)))
     engine.index.pin(prompts[3], "")
     engine.save(tmp_path)

@@ -5,16 +5,17 @@ import os
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxpage.admission import check_requests
 from jaxpage.attention import backend_of
-from jaxpage.completion import Completion, Detokenize, Transcript
-from jaxpage.config import CacheConfig
+from jaxpage.completion import Completion, Detokenize
 from jaxpage.engine.constraint import AllowedTokens
 from jaxpage.engine.device import Device
 from jaxpage.engine.drafts import with_drafts
+from jaxpage.engine.intake import Intake
 from jaxpage.engine.memory import Memory
 from jaxpage.engine.options import INDEXES, EngineOptions
 from jaxpage.engine.policy import find_scheduling
@@ -27,7 +28,6 @@ from jaxpage.inspect import Usage
 from jaxpage.model import CausalModel
 from jaxpage.prefix import PrefixIndex
 from jaxpage.programs import Programs
-from jaxpage.sampler_arrays import check_features
 from jaxpage.sampling_params import SamplingParams
 
 __all__ = ["Engine"]
@@ -68,27 +68,14 @@ class Engine:
           NotImplementedError: there is no such attention implementation.
         """
         self.options = options
-        self._eos_ids = tuple(eos_ids)
-        self._detokenize = detokenize
-        sizes = model.config
-        length = min(options.max_length or sizes.max_length, sizes.max_length)
-        config = CacheConfig(
-            num_layers=sizes.num_layers,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            num_blocks=options.num_blocks,
-            block_size=options.block_size,
-            max_seqs=options.max_seqs,
-            max_blocks_per_seq=-(-length // options.block_size),
-            dtype=options.cache_dtype,
-        )
-        self._max_length = length
+        config = options.cache_config(model.config)
+        self._intake = Intake(model.config, options, tuple(eos_ids), detokenize)
         backend = None if options.implementation is None else backend_of(options.implementation)
         self._draft_model = draft_model
         model = with_drafts(model, draft_model, options.speculation)
         self.programs = Programs() if programs is None else programs
         self._device = Device(
-            model, config, options.features, self._eos_ids, options.steps_per_round, backend, options.implementation, self.programs
+            model, config, options.features, self._intake.eos_ids, options.steps_per_round, backend, options.implementation, self.programs
         )
         if index is None and (kind := INDEXES[options.prefix_index]) is not None:
             index = kind(options.block_size, options.eviction)
@@ -135,35 +122,14 @@ class Engine:
         """
         if self._closed:
             raise ValueError("the engine is closed: it takes no more requests")
-        if not isinstance(namespace, str):
-            raise ValueError(f"namespace must be a string, got {namespace!r}")
-        if not isinstance(priority, int):
-            raise ValueError(f"priority must be an integer, got {priority!r}")
         name = self._next_id if request_id is None else request_id
         if name in self._runner.seqs:
             raise ValueError(f"request id {name} is in use by a request that has not ended")
-        request = check_requests([prompt_ids], params, self._device.model.config)[0]
-        room = min(self._max_length, self._memory.ledger.total * self.options.block_size)
-        if len(request.prompt) > room:
-            raise ValueError(
-                f"the prompt has {len(request.prompt)} tokens, max_length is {self._max_length} and the pool holds "
-                f"{self._memory.ledger.total} blocks of {self.options.block_size}: it may have {room}"
-            )
-        check_features(params, self._eos_ids, self.options.features)
-        if allowed_tokens is not None and not self.options.features.constrained:
-            raise ValueError("allowed_tokens cannot be used here: the feature 'constrained' is off")
-        if params.stop and self._detokenize is None:
-            raise ValueError("stop strings need a detokenizer")
-        request = request._replace(prompt_index=name, max_tokens=min(request.max_tokens, self._max_length - len(request.prompt) + 1))
-        transcript = Transcript(name, request.prompt, params, self._eos_ids, self._detokenize)
-        seq = Seq(name, request, transcript, list(request.prompt), priority, namespace, self._next_id, allowed_tokens=allowed_tokens)
-        return self._add(seq)
-
-    def _add(self, seq: Seq) -> int:
-        self._next_id = max(self._next_id, seq.id) + 1
-        self._runner.seqs[seq.id] = seq
+        seq = self._intake.make_seq(name, self._next_id, prompt_ids, params, priority, namespace, allowed_tokens)
+        self._next_id = max(self._next_id, name) + 1
+        self._runner.seqs[name] = seq
         self._scheduler.waiting.append(seq)
-        return seq.id
+        return name
 
     def fork(self, request_id: int, params: SamplingParams, *, from_prompt: bool = False) -> int:
         """Adds a request that goes on from where another is now, sharing its blocks: for tree search, or several samples of a prompt.
@@ -187,11 +153,7 @@ class Engine:
         prompt, constraint = parent.request.prompt, parent.allowed_tokens
         name = self.submit(prompt, params, priority=parent.priority, namespace=parent.namespace, allowed_tokens=constraint)
         child = self._runner.seqs[name]
-        child.transcript.token_ids.extend(produced)
-        child.transcript.logprobs.extend(parent.transcript.logprobs[: len(produced)])
-        child.tokens.extend(produced)
-        child.made_bound = len(produced)
-        child.parent = parent
+        child.continue_from(parent, produced)
         return name
 
     def abort(self, request_id: int) -> Completion:
@@ -226,8 +188,7 @@ class Engine:
           ValueError: an `allowed_tokens` returned no mask; names the request. The others go on once that is aborted.
         """
         self._runner.advance()
-        news, self._runner.news = self._runner.news, []
-        return news
+        return self._runner.news.take()
 
     def stream(self, request_id: int) -> Iterator[Update]:
         """The news of one request as they come, to its end; runs the engine meanwhile. News of others are kept for later.
@@ -235,18 +196,17 @@ class Engine:
         Raises:
           KeyError: there is no such request, or it has ended and its news were handed out.
         """
-        if not any(update.prompt_index == request_id for update in self._runner.news):
+        if not any(update.prompt_index == request_id for update in self._runner.news.waiting):
             self._find(request_id)
         return self._stream(request_id)
 
     def _stream(self, request_id: int) -> Iterator[Update]:
         while True:
-            mine = [update for update in self._runner.news if update.prompt_index == request_id]
-            self._runner.news = [update for update in self._runner.news if update.prompt_index != request_id]
+            mine = self._runner.news.take([request_id])
             yield from mine
             if mine and mine[-1].completion is not None:
                 return
-            self._runner.news = self.step()
+            self._runner.advance()
 
     def generate(
         self,
@@ -266,17 +226,12 @@ class Engine:
         except ValueError:
             for name in names:
                 self.abort(name)
-            self._runner.news = [update for update in self._runner.news if update.prompt_index not in names]
+            self._runner.news.take(names)
             raise
         ends: dict[int, Completion] = {}
-        others: list[Update] = []
         while len(ends) < len(names):
-            for update in self.step():
-                if update.prompt_index not in names:
-                    others.append(update)
-                elif update.completion is not None:
-                    ends[update.prompt_index] = update.completion
-        self._runner.news = others + self._runner.news
+            self._runner.advance()
+            ends |= {update.prompt_index: update.completion for update in self._runner.news.take(names) if update.completion is not None}
         return [dataclasses.replace(ends[name], index=index) for index, name in enumerate(names)]
 
     def set_model(self, model: CausalModel) -> None:
@@ -320,10 +275,7 @@ class Engine:
         *,
         allowed_tokens: Mapping[int, AllowedTokens] = types.MappingProxyType({}),
         eos_ids: Sequence[int] = (),
-        detokenize: Detokenize | None = None,
-        index: PrefixIndex | None = None,
-        programs: Programs | None = None,
-        draft_model: CausalModel | None = None,
+        **parts: Any,
     ) -> "Engine":
         """An engine that goes on where a saved one was: each request gets the tokens that it would have got.
 
@@ -333,10 +285,7 @@ class Engine:
           options: those of the saved engine.
           allowed_tokens: by its name, the function of each request that had one.
           eos_ids: those of the saved engine.
-          detokenize: see `Engine`.
-          index: an empty index, where the saved engine was given one of its own.
-          programs: see `Engine`.
-          draft_model: the saved engine's.
+          parts: other arguments of `Engine`, as the saved engine had them; an index of one's own is to be empty.
 
         Raises:
           FileNotFoundError: there is no saved engine.
@@ -346,21 +295,13 @@ class Engine:
 
         host = read_host(Path(path))
         check_same(host, model.config, options, eos_ids)
-        engine = cls(model, options, eos_ids=eos_ids, detokenize=detokenize, index=index, programs=programs, draft_model=draft_model)
+        engine = cls(model, options, eos_ids=eos_ids, **parts)
         load_engine(engine, Path(path), host, allowed_tokens)
         return engine
 
     def stats(self) -> EngineStats:
         """What the engine is doing and has done."""
-        ledger, index = self._memory.ledger, self._memory.index
-        return self._runner.stats._replace(
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
-            blocks_used=ledger.used,
-            blocks_total=ledger.total,
-            blocks_cached=index.total if index is not None else 0,
-            swapped_bytes=self._memory.swapped_bytes,
-        )
+        return self._runner.report()
 
     @property
     def kv_bytes(self) -> int:

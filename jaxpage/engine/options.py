@@ -3,9 +3,11 @@
 import dataclasses
 
 from jaxpage.buckets import SEQ_BUCKETS, TOKEN_BUCKETS
+from jaxpage.config import CacheConfig
 from jaxpage.engine.drafts import Speculation
 from jaxpage.engine.policy import find_scheduling
 from jaxpage.engine.scheduler import SchedulerSizes
+from jaxpage.model import ModelSizes
 from jaxpage.prefix import HashIndex, RadixIndex
 from jaxpage.prefix.eviction import find_policy
 from jaxpage.sampler_arrays import Features
@@ -86,6 +88,23 @@ class EngineOptions:
             raise ValueError(f"no prefix index {self.prefix_index!r}; there are: {', '.join(INDEXES)}")
         find_scheduling(self.scheduling)
         find_policy(self.eviction)
+
+    def longest(self, sizes: ModelSizes) -> int:
+        """Most tokens of a sequence of a model."""
+        return min(self.max_length or sizes.max_length, sizes.max_length)
+
+    def cache_config(self, sizes: ModelSizes) -> CacheConfig:
+        """The cache of a model of some sizes."""
+        return CacheConfig(
+            num_layers=sizes.num_layers,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_seqs=self.max_seqs,
+            max_blocks_per_seq=-(-self.longest(sizes) // self.block_size),
+            dtype=self.cache_dtype,
+        )
 
     def scheduler_sizes(self) -> SchedulerSizes:
         """What the scheduler needs of it."""

@@ -12,6 +12,7 @@ from jaxpage.decode import LENGTH, RUNNING, STOP
 from jaxpage.engine.constraint import next_words
 from jaxpage.engine.device import Device
 from jaxpage.engine.memory import Memory
+from jaxpage.engine.news import News
 from jaxpage.engine.passes import Made
 from jaxpage.engine.scheduler import MixedPlan, Piece, RoundPlan, Scheduler
 from jaxpage.engine.seq import Seq
@@ -49,7 +50,7 @@ class Runner:
 
     def __init__(self, device: Device, memory: Memory, scheduler: Scheduler, swaps: bool):
         self.seqs: dict[int, Seq] = {}
-        self.news: list[Update] = []
+        self.news = News()
         self.under_way: collections.deque[_Dispatched] = collections.deque()
         self.stats = EngineStats()
         self._device = device
@@ -156,6 +157,8 @@ class Runner:
                 self._note_scores(seq, np.asarray(made.scores[piece.start : piece.start + piece.width]))
         else:
             blocks = made.blocks[row, : -(-(old_length + written) // size) - first].tolist()
+        if 0 in blocks:
+            raise RuntimeError(f"request {seq.id} got no block where the host's account has one for it: pool and account disagree")
         if not piece.known:
             seq.bound -= piece.most - written
         seq.made_bound -= piece.most - count
@@ -174,7 +177,7 @@ class Runner:
         if reason is not None:
             self.end(seq, reason, tuple(new))
         elif new:
-            self.news.append(Update(seq.id, tuple(new), None))
+            self.news.add(Update(seq.id, tuple(new), None))
 
     def _note_scores(self, seq: Seq, scores: np.ndarray) -> None:
         """Log-probabilities of the prompt tokens after these; where the prompt is computed again, they are known."""
@@ -192,8 +195,20 @@ class Runner:
             self._memory.discard_swapped(seq)
         else:
             self._scheduler.leave(seq)
-        self.news.append(Update(seq.id, new, completion))
+        self.news.add(Update(seq.id, new, completion))
         return completion
+
+    def report(self) -> EngineStats:
+        """What is going on, and what has been done."""
+        ledger, index = self._memory.ledger, self._memory.index
+        return self.stats._replace(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            blocks_used=ledger.used,
+            blocks_total=ledger.total,
+            blocks_cached=index.total if index is not None else 0,
+            swapped_bytes=self._memory.swapped_bytes,
+        )
 
     def _count(self, **more: float) -> None:
         self.stats = self.stats._replace(**{name: getattr(self.stats, name) + value for name, value in more.items()})

@@ -70,11 +70,11 @@ def save_engine(engine: "Engine", folder: Path) -> None:
     arrays = folder / f"{_ARRAYS}{secrets.token_hex(8)}"
     host: dict[str, Any] = {
         "format": _FORMAT,
-        "made_for": made_for(engine._device.model.config, engine.options, engine._eos_ids),
+        "made_for": made_for(engine._device.model.config, engine.options, engine._intake.eos_ids),
         "arrays": arrays.name,
         "next_id": engine._next_id,
         "stats": engine._runner.stats._asdict(),
-        "news": [update_state(update) for update in engine._runner.news],
+        "news": [update_state(update) for update in engine._runner.news.waiting],
         "seqs": [seq_state(seq) for seq in seqs],
         "running": [seq.id for seq in engine._scheduler.running],
         "waiting": [seq.id for seq in engine._scheduler.waiting],
@@ -127,7 +127,7 @@ def load_engine(engine: "Engine", folder: Path, host: Mapping[str, Any], allowed
     """
     arrays = folder / host["arrays"]
     _set_arrays(engine, restore_arrays(arrays / "state", _numbered(_arrays(engine))))
-    seqs = {state["id"]: load_seq(state, engine._eos_ids, engine._detokenize, allowed_tokens) for state in host["seqs"]}
+    seqs = {state["id"]: load_seq(state, engine._intake.eos_ids, engine._intake.detokenize, allowed_tokens) for state in host["seqs"]}
     for state in host["seqs"]:
         seqs[state["id"]].parent = seqs.get(state["parent"])
     storage = engine._device.state.cache.storage
@@ -149,7 +149,7 @@ def load_engine(engine: "Engine", folder: Path, host: Mapping[str, Any], allowed
         raise ValueError(f"{folder} is broken: its requests and index hold other blocks than its pool says")
     engine._runner.seqs.update(seqs)
     engine._scheduler.take_over([seqs[name] for name in host["running"]], [seqs[name] for name in host["waiting"]])
-    engine._runner.news.extend(load_update(state) for state in host["news"])
+    engine._runner.news.waiting.extend(load_update(state) for state in host["news"])
     engine._next_id = host["next_id"]
     engine._runner.stats = engine._runner.stats._replace(**host["stats"])
 

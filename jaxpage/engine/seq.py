@@ -78,6 +78,14 @@ class Seq:
         assert self.row is not None, f"sequence {self.id} does not run"
         return self.row
 
+    def continue_from(self, parent: "Seq", produced: list[int]) -> None:
+        """It begins with the first tokens that another sequence has produced, and may take over that one's blocks."""
+        self.transcript.token_ids.extend(produced)
+        self.transcript.logprobs.extend(parent.transcript.logprobs[: len(produced)])
+        self.tokens.extend(produced)
+        self.made_bound = len(produced)
+        self.parent = parent
+
     def forget_row(self) -> None:
         """It holds nothing on the device any more."""
         self.row, self.blocks, self.parent, self.match, self.allowed_known = None, [], None, None, None
