@@ -1,7 +1,7 @@
 """Running the GPU kernels in their interpreter, with its checks on."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,30 @@ STORAGE = {
     "int8 scaled": {"dtype": "int8", "scaled": True},
     "float8 scaled": {"dtype": "float8_e4m3fn", "scaled": True},
 }
+
+
+def levels(batch: str, batches: Mapping[str, Mapping]) -> dict[str, tuple]:
+    """All that calls vary in; `batch` names the kinds of batches."""
+    return {
+        "block_size": (8, 16, 64, 128),
+        "storage": tuple(STORAGE),
+        "head_dim": (64, 80, 96, 128, 256),
+        "group": (1, 3, 4, 8, 11),
+        "kv_heads": (1, 3, 8),
+        batch: tuple(batches),
+        "window": (None, 1, 37, "block", 100),
+        "soft_cap": (None, 3.0),
+        "sinks": (False, True),
+        "width": (None, 41),
+    }
+
+
+def case_of(row: dict, batch: str, batches: Mapping[str, Mapping]) -> Case:
+    """The case of one level each."""
+    window = row["block_size"] if row["window"] == "block" else row["window"]
+    options = {name: level for name, level in row.items() if name not in ("storage", batch, "window")}
+    return Case(**options, **STORAGE[row["storage"]], **batches[row[batch]], window=window)
+
 
 # The weights of the softmax are rounded to the dtype of the products, and queries that are multiplied by `kv_scales` once more. That is
 # bfloat16 for 8 bits; what it costs to store 8 bits is not in it, because the oracle gets what is stored.

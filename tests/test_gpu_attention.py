@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Case, Problem, build, pairwise
-from helpers_gpu import STORAGE, TOLERANCE, assert_close, attend, check, expected, interpreted
+from helpers_gpu import TOLERANCE, assert_close, attend, case_of, check, expected, interpreted, levels
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 import jaxpage
@@ -24,34 +24,17 @@ from pallas_kernels.gpu.splits import num_splits
 pytestmark = pytest.mark.slow  # minutes in the interpreter
 
 LENGTHS = {  # tiles are 64 tokens
-    "around blocks": (1, 0, 8, 9),
-    "around tiles": (63, 64, 129),
-    "several tiles": (200, 65),
+    "around blocks": {"lengths": (1, 0, 8, 9)},
+    "around tiles": {"lengths": (63, 64, 129)},
+    "several tiles": {"lengths": (200, 65)},
 }
 
-LEVELS = {
-    "block_size": (8, 16, 64, 128),
-    "storage": tuple(STORAGE),
-    "head_dim": (64, 80, 96, 128, 256),
-    "group": (1, 3, 4, 8, 11),
-    "kv_heads": (1, 3, 8),
-    "lengths": tuple(LENGTHS),
-    "window": (None, 1, 37, "block", 100),
-    "soft_cap": (None, 3.0),
-    "sinks": (False, True),
-    "width": (None, 41),
-}
-
-
-def case_of(row: dict) -> Case:
-    window = row["block_size"] if row["window"] == "block" else row["window"]
-    options = {name: level for name, level in row.items() if name not in ("storage", "lengths", "window")}
-    return Case(LENGTHS[row["lengths"]], window=window, **STORAGE[row["storage"]], **options)
-
-
+LEVELS = levels("lengths", LENGTHS)
 ROWS = pairwise(LEVELS)
 CASES = {
-    "{storage}, {lengths}, block {block_size}, head_dim {head_dim}, {kv_heads}x{group} heads, window {window}".format(**row): case_of(row)
+    "{storage}, {lengths}, block {block_size}, head_dim {head_dim}, {kv_heads}x{group} heads, window {window}".format(**row): case_of(
+        row, "lengths", LENGTHS
+    )
     for row in ROWS
 } | {
     "block size 1": Case((65, 7, 0), block_size=1, dtype="bfloat16", kv_heads=1, head_dim=64),

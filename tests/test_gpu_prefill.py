@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Case, Problem, build, pairwise
-from helpers_gpu import STORAGE, TOLERANCE, assert_close, attend, check, expected
+from helpers_gpu import TOLERANCE, assert_close, attend, case_of, check, expected, levels
 
 from pallas_kernels import layout
 from pallas_kernels.gpu.prefill import ragged_prefill
@@ -26,29 +26,12 @@ BATCHES = {  # tiles are 64 tokens, or 32, and 64 query rows: one for each query
     "mixed": {"lengths": (129, 0, 128, 20, 9, 64), "new": (3, 0, 1, 7, 0, 1), "padding": 5},
 }
 
-LEVELS = {
-    "block_size": (8, 16, 64, 128),
-    "storage": tuple(STORAGE),
-    "head_dim": (64, 80, 96, 128, 256),
-    "group": (1, 3, 4, 8, 11),
-    "kv_heads": (1, 3, 8),
-    "batch": tuple(BATCHES),
-    "window": (None, 1, 37, "block", 100),
-    "soft_cap": (None, 3.0),
-    "sinks": (False, True),
-    "width": (None, 41),
-}
-
-
-def case_of(row: dict) -> Case:
-    window = row["block_size"] if row["window"] == "block" else row["window"]
-    options = {name: level for name, level in row.items() if name not in ("storage", "batch", "window")}
-    return Case(**options, **STORAGE[row["storage"]], **BATCHES[row["batch"]], window=window)
-
-
+LEVELS = levels("batch", BATCHES)
 ROWS = pairwise(LEVELS)
 CASES = {
-    "{storage}, {batch}, block {block_size}, head_dim {head_dim}, {kv_heads}x{group} heads, window {window}".format(**row): case_of(row)
+    "{storage}, {batch}, block {block_size}, head_dim {head_dim}, {kv_heads}x{group} heads, window {window}".format(**row): case_of(
+        row, "batch", BATCHES
+    )
     for row in ROWS
 } | {
     "block size 1": Case((65, 7, 0), new=(3, 7, 0), block_size=1, dtype="bfloat16", kv_heads=1, head_dim=64),
