@@ -1,14 +1,12 @@
 """The engine against `generate`: whatever is shared, preempted, swapped or forked, each request gets its own tokens."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 from helpers_engine import LEAN, PROGRAMS, check_engine, make_engine
 
 import jaxpage
-from jaxpage import Engine, EngineOptions, Features, SamplingParams
+from jaxpage import Engine, Features, SamplingParams
 from jaxpage.programs import Programs
 
 SIZES = (5, 17, 33, 16, 40, 2, 60, 1)
@@ -28,12 +26,6 @@ def params():
 @pytest.fixture(scope="module")
 def wanted(tiny, prompts, params):
     return [each.token_ids for each in jaxpage.generate(tiny, prompts, params, block_size=4)]
-
-
-@pytest.fixture(scope="module")
-def roomy(tiny):
-    """An engine whose pool is never short; its index forgets between tests."""
-    return make_engine(tiny, 400)
 
 
 def ids(completions):
@@ -74,79 +66,12 @@ def test_each_prompt_gets_its_own_tokens(tiny, prompts, params, wanted, options)
         assert stats.hit_tokens >= sum((size - 1) // held * held for size in SIZES)
 
 
-def test_users_with_one_prefix_share_its_blocks(tiny, roomy, prompts):
-    prefix = prompts[6]
-    together = [[*prefix, token] for token in range(6)]
-    alone = ids(jaxpage.generate(tiny, together, SamplingParams(max_tokens=6), block_size=4))
-    before = roomy.stats()
-    assert ids([roomy.generate([prompt], SamplingParams(max_tokens=6))[0] for prompt in together]) == alone
-    after = roomy.stats()
-    assert after.hit_tokens - before.hit_tokens >= 5 * len(prefix)
-    assert after.blocks_used - before.blocks_used <= len(prefix) // 4 + 6 * 3
-    check_engine(roomy)
-
-
-@pytest.mark.parametrize("index", ["radix", "hash"])
-def test_blocks_are_shared_while_their_first_owner_still_runs(tiny, index):
-    engine = make_engine(tiny, 400, prefix_index=index)
-    first = engine.submit(list(range(40)), SamplingParams(max_tokens=40))
-    while not engine.stats().tokens:
-        engine.step()
-    second = engine.submit([*range(40), 3], SamplingParams(max_tokens=4))
-    for _ in engine.stream(second):
-        pass
-    assert engine.stats().hit_tokens == 40
-    assert engine.abort(first).finish_reason == "aborted"
-    check_engine(engine)
-
-
-def test_namespaces_share_nothing(roomy):
-    prompt = list(range(50, 90))
-    roomy.submit(prompt, SamplingParams(max_tokens=2), namespace="one")
-    roomy.submit(prompt, SamplingParams(max_tokens=2), namespace="other")
-    before = roomy.stats().hit_tokens
-    while roomy.unfinished:
-        roomy.step()
-    assert roomy.stats().hit_tokens == before
-
-
-def test_a_whole_prompt_in_the_index_still_computes_its_last_token(roomy):
-    """Block size 4 and 8 equal tokens twice: at most 7 are hit."""
-    prompt = [90, 91, 92, 93, 94, 95, 96, 90]
-    first, before = roomy.generate([prompt], SamplingParams(max_tokens=3)), roomy.stats().hit_tokens
-    second = roomy.generate([prompt], SamplingParams(max_tokens=3))
-    assert ids(first) == ids(second)
-    assert roomy.stats().hit_tokens - before == 7
-
-
-@pytest.mark.parametrize("index", ["radix", "hash"])
-def test_equal_prompts_in_one_pass_share_only_what_is_written(tiny, prompts, index):
-    engine = make_engine(tiny, 400, prefix_index=index)
-    completions = engine.generate([prompts[3]] * 3, SamplingParams(max_tokens=5))
-    assert ids(completions) == ids(jaxpage.generate(tiny, [prompts[3]] * 3, SamplingParams(max_tokens=5), block_size=4))
-    check_engine(engine)
-
-
 def test_a_pool_that_fits_one_request_serves_ten_in_turn(tiny, prompts):
     engine = make_engine(tiny, 12, prefix_index="none")
     wanted = ids(jaxpage.generate(tiny, prompts[2:3], SamplingParams(max_tokens=9), block_size=4))
     for _ in range(10):
         assert ids(engine.generate(prompts[2:3], SamplingParams(max_tokens=9))) == wanted
         assert int(engine._device.state.cache.pool.num_free) == 11
-
-
-def test_prompt_logprobs_are_the_same_with_a_hit(tiny):
-    """A block of 32 tokens and 33 tokens, twice."""
-    engine = make_engine(tiny, 20, block_size=32)
-    prompt = [(7 * place) % 97 for place in range(33)]
-    asked = SamplingParams(max_tokens=2, prompt_logprobs=True)
-    alone = jaxpage.generate(tiny, [prompt], asked, block_size=32)[0].prompt_logprobs
-    for _ in range(2):
-        got = engine.generate([prompt], asked)[0].prompt_logprobs
-        assert got[0] is None
-        np.testing.assert_allclose(got[1:], alone[1:], rtol=1e-5)
-    assert engine.generate([prompt])[0].prompt_logprobs is None
-    assert engine.stats().hit_tokens == 32
 
 
 def test_all_of_the_sampler_is_the_same_as_in_a_batch(tiny, prompts):
@@ -200,117 +125,6 @@ def test_a_sequence_that_outgrows_the_pool_ends_and_the_others_go_on(tiny, promp
     assert small.token_ids == jaxpage.generate(tiny, prompts[:1], SamplingParams(max_tokens=8), block_size=4)[0].token_ids
     check_engine(engine)
     assert engine.stats().blocks_used == 0
-
-
-def test_forks_share_blocks_and_have_seeds_of_their_own(tiny, prompts):
-    engine = make_engine(tiny, 400, prefix_index="none")
-    sampled = [SamplingParams(max_tokens=10, temperature=1.0, seed=seed) for seed in range(4)]
-    first = engine.submit(prompts[4], sampled[0])
-    names = [first, *(engine.fork(first, each, from_prompt=True) for each in sampled[1:])]
-    ends, most = {}, 0
-    while engine.unfinished:
-        for update in engine.step():
-            if update.completion is not None:
-                ends[update.prompt_index] = update.completion.token_ids
-        check_engine(engine)
-        most = max(most, engine.stats().blocks_used)
-    assert [ends[name] for name in names] == ids(jaxpage.generate(tiny, [prompts[4]] * 4, sampled, block_size=4))
-    assert engine.stats().prompt_tokens < len(prompts[4]) + 4
-    assert most <= len(prompts[4]) // 4 + 4 * 4
-
-
-def test_a_fork_goes_on_from_what_was_produced(tiny, roomy, prompts):
-    parent = roomy.submit(prompts[1], SamplingParams(max_tokens=20))
-    while len(roomy._runner.seqs[parent].transcript.token_ids) < 7:
-        roomy.step()
-    shared = tuple(roomy._runner.seqs[parent].transcript.token_ids)
-    child = roomy.fork(parent, SamplingParams(max_tokens=len(shared) + 5, temperature=1.0, seed=3))
-    ends = {}
-    while roomy.unfinished:
-        ends.update({update.prompt_index: update.completion for update in roomy.step() if update.completion is not None})
-    assert ends[parent].token_ids == jaxpage.generate(tiny, prompts[1:2], SamplingParams(max_tokens=20), block_size=4)[0].token_ids
-    assert ends[child].token_ids[: len(shared)] == shared
-    rest = SamplingParams(max_tokens=5, temperature=1.0, seed=3)
-    assert ends[child].token_ids[len(shared) :] == jaxpage.generate(tiny, [[*prompts[1], *shared]], rest, block_size=4)[0].token_ids
-    check_engine(roomy)
-
-
-def test_new_weights_forget_old_prefixes_and_keep_the_pool(tiny, prompts):
-    other = jax.tree.map(lambda leaf: leaf * 1.1, tiny)
-    engine = make_engine(tiny, 100)
-    engine.generate(prompts[2:3])
-    running = engine.submit(prompts[4], SamplingParams(max_tokens=30))
-    while not engine._runner.seqs[running].transcript.token_ids:
-        engine.step()
-    before = engine.stats().hit_tokens
-    engine.set_model(other)
-    assert engine.index.total == 0
-    got = engine.generate([prompts[2], prompts[4]], SamplingParams(max_tokens=6))
-    assert ids(got) == ids(jaxpage.generate(other, [prompts[2], prompts[4]], SamplingParams(max_tokens=6), block_size=4))
-    assert engine.stats().hit_tokens == before
-    while engine.unfinished:
-        engine.step()
-    check_engine(engine)
-    deeper = dataclasses.replace(tiny.config, max_length=512)
-    with pytest.raises(ValueError, match="the sizes of the old one"):
-        engine.set_model(type("Other", (), {"config": deeper})())
-
-
-def test_requests_that_cannot_be_served_are_refused_with_the_reason(tiny, roomy):
-    small = make_engine(tiny, 5)
-    with pytest.raises(ValueError, match=r"20 tokens.* 4 blocks of 4"):
-        small.submit(list(range(20)))
-    for arguments, message in (
-        ({"prompt_ids": []}, "empty"),
-        ({"prompt_ids": [97]}, "vocabulary"),
-        ({"prompt_ids": [1], "namespace": 3}, "namespace must be a string, got 3"),
-        ({"prompt_ids": [1], "priority": "high"}, "priority must be an integer"),
-        ({"prompt_ids": [1], "params": SamplingParams(temperature=1.0, top_k=3)}, "top_k"),
-        ({"prompt_ids": [1], "params": SamplingParams(repetition_penalty=2.0)}, "penalties"),
-        ({"prompt_ids": [1], "params": SamplingParams(logprobs=1)}, "logprobs"),
-        ({"prompt_ids": [1], "params": SamplingParams(logit_bias={1: 1.0})}, "logit_bias"),
-        ({"prompt_ids": [1], "params": SamplingParams(stop=("a",))}, "detokenizer"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            roomy.submit(**arguments)
-    name = roomy.submit([1, 2], request_id=700)
-    with pytest.raises(ValueError, match="700 is in use"):
-        roomy.submit([3], request_id=700)
-    assert roomy.abort(name).token_ids == ()
-    for unknown in (700, 12345):
-        with pytest.raises(KeyError, match=str(unknown)):
-            roomy.abort(unknown)
-    assert [update.completion.finish_reason for update in roomy.step()] == ["aborted"]
-    small.submit([1])
-    assert [each.finish_reason for each in small.close()] == ["aborted"]
-    with pytest.raises(ValueError, match="closed"):
-        small.submit([1])
-
-
-def test_a_batch_is_taken_whole_or_not_at_all(tiny):
-    engine = make_engine(tiny, 5)
-    with pytest.raises(ValueError, match="30 tokens"):
-        engine.generate([[1], list(range(30))])
-    assert engine.unfinished == 0
-    assert engine.step() == []
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"scheduling": "best"}, "no scheduling policy 'best'; there are: fcfs"),
-        ({"eviction": "random"}, "one of lru, lfu"),
-        ({"prefix_index": "tree"}, "no prefix index 'tree'; there are: radix, hash, none"),
-        ({"preemption": "drop"}, "preemption must be recompute or swap"),
-        ({"swap_bytes": -1}, "swap_bytes must be an integer from 0"),
-        ({"tokens_per_pass": -5}, "tokens_per_pass must be"),
-        ({"spare_share": 1.5}, "spare_share must be"),
-        ({"max_seqs": 0}, "max_seqs must be"),
-    ],
-)
-def test_options_out_of_range_are_refused(option, message):
-    with pytest.raises(ValueError, match=message):
-        EngineOptions(num_blocks=10, **option)
 
 
 def test_nothing_is_compiled_after_warm_up(tiny, prompts):

@@ -50,6 +50,16 @@ class Memory:
             return 0
         return self.index.match(seq.tokens, seq.namespace).length
 
+    def may_soon_share(self, seq: Seq, running: Seq) -> bool:
+        """Whether a running sequence is about to fill a block of another one's tokens, which could then share it."""
+        if self.index is None or not running.shareable or running.namespace != seq.namespace or _wants_prompt_logprobs(seq):
+            return False
+        start = running.length - running.length % self.ledger.block_size
+        end = start + self.ledger.block_size
+        if end > len(running.tokens) or end >= len(seq.tokens) or running.tokens[start:end] != seq.tokens[start:end]:
+            return False
+        return running.tokens[:start] == seq.tokens[:start]
+
     def start(self, seq: Seq, row: int, running: Iterable[Seq], spare: int) -> bool:
         """Gives a sequence a row and what is known of its tokens, and promises it the blocks of all of them.
 

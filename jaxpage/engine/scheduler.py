@@ -104,12 +104,17 @@ class Scheduler:
 
     def next_waiting(self) -> Seq | None:
         """The sequence that `admit` would give a row to."""
-        ready = [seq for seq in self.waiting if not self._waits_for_parent(seq)]
+        computing = [seq for seq in self.running if seq.length < len(seq.tokens) - 1]
+        ready = [seq for seq in self.waiting if not (self._waits_for_parent(seq) or self._waits_for_prefix(seq, computing))]
         return first_to_admit(ready, self._key, self.memory.hit, self.sizes.max_passed_over) if ready else None
 
     def _waits_for_parent(self, seq: Seq) -> bool:
         """Its parent runs, but has not computed yet what the two share."""
         return seq.parent is not None and seq.parent.row is not None and seq.parent.length < len(seq.tokens) - 1
+
+    def _waits_for_prefix(self, seq: Seq, computing: list[Seq]) -> bool:
+        """One of those is computing what this one begins with too: users of a new document who come at once need it computed once."""
+        return seq.swapped is None and any(self.memory.may_soon_share(seq, other) for other in computing)
 
     def needs_parent(self) -> bool:
         """Whether some waiting sequence could take over blocks of a running one."""
