@@ -200,6 +200,8 @@ def test_another_model_is_refused_by_its_sizes(tiny, saved):
         Engine.restore(saved[0], other, OPTIONS)
     with pytest.raises(ValueError, match=r"eos_ids of the engine is \[\] there and \[7\] here"):
         Engine.restore(saved[0], tiny, OPTIONS, eos_ids=[7])
+    with pytest.raises(ValueError, match="hidden_size of the draft model is None there and 16 here"):
+        Engine.restore(saved[0], tiny, OPTIONS, draft_model=other)
 
 
 def test_what_is_broken_or_not_there_is_named(tiny, saved, tmp_path):

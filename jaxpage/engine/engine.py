@@ -275,6 +275,7 @@ class Engine:
         *,
         allowed_tokens: Mapping[int, AllowedTokens] = types.MappingProxyType({}),
         eos_ids: Sequence[int] = (),
+        draft_model: CausalModel | None = None,
         **parts: Any,
     ) -> "Engine":
         """An engine that goes on where a saved one was: each request gets the tokens that it would have got.
@@ -285,6 +286,7 @@ class Engine:
           options: those of the saved engine.
           allowed_tokens: by its name, the function of each request that had one.
           eos_ids: those of the saved engine.
+          draft_model: as `model`, where the saved engine had one.
           parts: other arguments of `Engine`, as the saved engine had them; an index of one's own is to be empty.
 
         Raises:
@@ -294,8 +296,8 @@ class Engine:
         from jaxpage.engine.save import check_same, load_engine, read_host
 
         host = read_host(Path(path))
-        check_same(host, model.config, options, eos_ids)
-        engine = cls(model, options, eos_ids=eos_ids, **parts)
+        check_same(host, model.config, None if draft_model is None else draft_model.config, options, eos_ids)
+        engine = cls(model, options, eos_ids=eos_ids, draft_model=draft_model, **parts)
         load_engine(engine, Path(path), host, allowed_tokens)
         return engine
 

@@ -33,24 +33,33 @@ _HOST = "engine.json"
 _ARRAYS = "arrays-"  # what follows is new for each save; the host's file names the one that belongs to it
 
 
-def made_for(sizes: ModelSizes, options: EngineOptions, eos_ids: Sequence[int]) -> dict[str, dict[str, Any]]:
+def made_for(
+    sizes: ModelSizes, draft_sizes: ModelSizes | None, options: EngineOptions, eos_ids: Sequence[int]
+) -> dict[str, dict[str, Any]]:
     """What an engine and the one restored from it must have in common, in the types of JSON."""
-    names = [field.name for field in dataclasses.fields(sizes)] if dataclasses.is_dataclass(sizes) else list(_SIZES)
     same = {
-        "model": {name: getattr(sizes, name) for name in names},
+        "model": _sizes(sizes),
+        "draft model": {} if draft_sizes is None else _sizes(draft_sizes),
         "options": dataclasses.asdict(options),
         "engine": {"eos_ids": list(eos_ids)},
     }
     return json.loads(json.dumps(same))
 
 
-def check_same(host: Mapping[str, Any], sizes: ModelSizes, options: EngineOptions, eos_ids: Sequence[int]) -> None:
+def _sizes(sizes: ModelSizes) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(sizes)] if dataclasses.is_dataclass(sizes) else _SIZES
+    return {name: getattr(sizes, name) for name in names}
+
+
+def check_same(
+    host: Mapping[str, Any], sizes: ModelSizes, draft_sizes: ModelSizes | None, options: EngineOptions, eos_ids: Sequence[int]
+) -> None:
     """Raises where a saved engine cannot go on in another.
 
     Raises:
       ValueError: says what differs.
     """
-    saved, given = host["made_for"], made_for(sizes, options, eos_ids)
+    saved, given = host["made_for"], made_for(sizes, draft_sizes, options, eos_ids)
     differences = [
         f"{name} of the {group} is {saved[group].get(name)!r} there and {given[group].get(name)!r} here"
         for group in given
@@ -67,10 +76,11 @@ def save_engine(engine: "Engine", folder: Path) -> None:
     if index is not None and not isinstance(index, PrefixTree):
         raise ValueError(f"an index of class {type(index).__name__} cannot be saved")
     seqs = list(engine._runner.seqs.values())
+    draft_sizes = None if engine._draft_model is None else engine._draft_model.config
     arrays = folder / f"{_ARRAYS}{secrets.token_hex(8)}"
     host: dict[str, Any] = {
         "format": _FORMAT,
-        "made_for": made_for(engine._device.model.config, engine.options, engine._intake.eos_ids),
+        "made_for": made_for(engine._device.model.config, draft_sizes, engine.options, engine._intake.eos_ids),
         "arrays": arrays.name,
         "next_id": engine._next_id,
         "stats": engine._runner.stats._asdict(),
