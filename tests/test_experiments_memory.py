@@ -75,7 +75,7 @@ def test_a_shared_partial_block_is_copied_for_all():
 
 @pytest.fixture(scope="module")
 def sharing_rows():
-    return measured(SHARING, PrefixSharing(users=(100,)))
+    return measured(SHARING, PrefixSharing(users=(100,), model="none"))
 
 
 def test_100_users_of_50k_tokens_share_3125_blocks(sharing_rows):
@@ -87,6 +87,23 @@ def test_100_users_of_50k_tokens_share_3125_blocks(sharing_rows):
         assert row["kv_tokens"] == row["computed_tokens"] == 60_000
         assert int(row["token_factor"]) == 83
         assert row["blocks_used"] == 3125 + 100 * 7
+
+
+def test_users_through_the_engine_get_the_same_from_less_memory():
+    config = PrefixSharing(
+        users=(2,), document_tokens=32, model="tiny", engine_users=(1, 3), engine_document_tokens=70, engine_own_tokens=5
+    )
+    rows = [row for row in measured(SHARING, config) if row["part"] == "engine"]
+    assert [(row["users"], row["index"]) for row in rows] == [(users, index) for users in (1, 3) for index in ("none", "hash", "radix")]
+    for users in (1, 3):
+        assert len({row["outputs"] for row in rows if row["users"] == users}) == 1
+    alone, hashed, radix = rows[3:]
+    assert alone["computed_tokens"] == 3 * 75
+    for shared in (hashed, radix):  # four full blocks: the rest of the document is in a block that its first user still fills
+        assert shared["computed_tokens"] == 64 + 3 * 11
+        assert shared["kv_tokens"] < alone["kv_tokens"] / 2 and shared["blocks_used"] == 4 + 3 * 2
+    text = [part for part in SHARING.report(config, rows) if isinstance(part, str)]
+    assert "Output tokens are the same in all cases" in " ".join(text)
 
 
 needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason=f"no traces in {TRACES}")
