@@ -109,7 +109,7 @@ class EngineOptions:
     def scheduler_sizes(self) -> SchedulerSizes:
         """What the scheduler needs of it."""
         return SchedulerSizes(
-            rows=(*(size for size in SEQ_BUCKETS[::2] if size < self.max_seqs), self.max_seqs),
+            rows=(*(size for size in SEQ_BUCKETS if size < self.max_seqs), self.max_seqs),
             tokens=(*(size for size in TOKEN_BUCKETS if size < self.tokens_per_pass), self.tokens_per_pass),
             steps=self.steps_per_round,
             spare_blocks=int(self.spare_share * self.num_blocks),
