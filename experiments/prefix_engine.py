@@ -20,7 +20,7 @@ __all__ = ["ModelName", "serve_users"]
 
 ModelName = Literal["none", "tiny", "smollm2-135m"]
 
-_OUTPUT = SamplingParams(max_tokens=8, ignore_eos=True)
+_OUTPUT = SamplingParams(max_tokens=24, ignore_eos=True)  # more than a round: all run when memory is looked at
 _BLOCK_SIZE = 16
 
 
@@ -63,7 +63,7 @@ def serve_users(name: str, document_tokens: int, own_tokens: int, users: int, mo
       seed: of the tokens.
 
     Returns:
-      Memory at its fullest, tokens, seconds, and a digest of all output tokens.
+      Memory at its fullest while they run, tokens, seconds, and a digest of all output tokens.
     """
     length = document_tokens + own_tokens
     engine = _engine(name, length, most_users, index, _programs(name, length, most_users))
@@ -80,7 +80,8 @@ def serve_users(name: str, document_tokens: int, own_tokens: int, users: int, mo
             firsts.setdefault(update.prompt_index, time.perf_counter() - start)
             if update.completion is not None:
                 outputs[update.prompt_index] = update.completion.token_ids
-        fullest = max(fullest, engine.usage(), key=lambda usage: usage.blocks_used)
+        if engine.unfinished:
+            fullest = max(fullest, engine.usage(), key=lambda usage: usage.blocks_used)
     return {
         "blocks_used": fullest.blocks_used,
         "kv_tokens": fullest.slots_used,

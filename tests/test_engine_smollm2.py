@@ -57,6 +57,24 @@ def test_the_tokens_of_generate(make, prompts, wanted, options):
     assert stats.hit_tokens > 0 or "prefix_index" in options  # these prompts are shorter than a block
 
 
+def test_a_restored_engine_goes_on_with_the_same_tokens(make, smollm2, prompts, wanted, tmp_path):
+    engine = make(10)
+    names = [engine.submit(prompt, GREEDY) for prompt in prompts]
+    produced = {name: [] for name in names}
+    while sum(map(len, produced.values())) < 40 or not engine.stats().preemptions:
+        for update in engine.step():
+            produced[update.prompt_index].extend(update.token_ids)
+    assert engine.unfinished > 1
+    engine.save(tmp_path)
+    restored = Engine.restore(tmp_path, smollm2.decoder, engine.options, eos_ids=smollm2.tokenizer.eos_ids, programs=engine.programs)
+    engine.close()
+    while restored.unfinished:
+        for update in restored.step():
+            produced[update.prompt_index].extend(update.token_ids)
+        check_engine(restored)
+    assert [tuple(produced[name]) for name in names] == [tuple(tokens) for tokens in wanted]
+
+
 def test_each_sample_is_that_of_its_own_seed_alone(make, smollm2, prompts):
     engine = make(10)
     asked = [SamplingParams(max_tokens=8, temperature=1.0, seed=seed) for seed in range(3)]

@@ -101,7 +101,8 @@ def test_users_through_the_engine_get_the_same_from_less_memory():
     assert alone["computed_tokens"] == 3 * 75
     for shared in (hashed, radix):  # four full blocks: the rest of the document is in a block that its first user still fills
         assert shared["computed_tokens"] == 64 + 3 * 11
-        assert shared["kv_tokens"] < alone["kv_tokens"] / 2 and shared["blocks_used"] == 4 + 3 * 2
+        assert shared["blocks_used"] == 4 + 3 * 2 and alone["blocks_used"] == 3 * 6
+        assert shared["kv_tokens"] <= alone["kv_tokens"] - 2 * 64 + 1
     text = [part for part in SHARING.report(config, rows) if isinstance(part, str)]
     assert "Output tokens are the same in all cases" in " ".join(text)
 
