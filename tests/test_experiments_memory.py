@@ -93,7 +93,8 @@ def test_users_through_the_engine_get_the_same_from_less_memory():
     config = PrefixSharing(
         users=(2,), document_tokens=32, model="tiny", engine_users=(1, 3), engine_document_tokens=70, engine_own_tokens=5
     )
-    rows = [row for row in measured(SHARING, config) if row["part"] == "engine"]
+    both = measured(SHARING, config)
+    rows = [row for row in both if row["part"] == "engine"]
     assert [(row["users"], row["index"]) for row in rows] == [(users, index) for users in (1, 3) for index in ("none", "hash", "radix")]
     for users in (1, 3):
         assert len({row["outputs"] for row in rows if row["users"] == users}) == 1
@@ -103,7 +104,7 @@ def test_users_through_the_engine_get_the_same_from_less_memory():
         assert shared["computed_tokens"] == 64 + 3 * 11
         assert shared["blocks_used"] == 4 + 3 * 2 and alone["blocks_used"] == 3 * 6
         assert shared["kv_tokens"] <= alone["kv_tokens"] - 2 * 64 + 1
-    text = [part for part in SHARING.report(config, rows) if isinstance(part, str)]
+    text = [part for part in SHARING.report(config, both) if isinstance(part, str)]
     assert "Output tokens are the same in all cases" in " ".join(text)
 
 
