@@ -142,7 +142,7 @@ def _engine_report(config: PrefixSharing, rows: Sequence[Row]) -> Iterator[Part]
                 f"times less memory, all first tokens {alone['last_first_token_s'] / shared['last_first_token_s']:.1f} times sooner** "
                 f"({shared['last_first_token_s']:.2f} s, not {alone['last_first_token_s']:.2f} s). Output tokens {same}."
             )
-    columns = ("blocks_used", "kv_tokens", "computed_tokens", "token_factor", "last_first_token_s", "mean_first_token_s", "outputs")
+    columns = ("blocks_used", "kv_tokens", "computed_tokens", "last_first_token_s", "mean_first_token_s", "outputs")
     yield Table(rows, ("users", "index", *columns))
     yield Picture("engine", f"{config.model} through the engine: memory at its fullest, and the last first token.", _engine_figure(rows))
 
