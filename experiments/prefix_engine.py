@@ -20,7 +20,7 @@ __all__ = ["ModelName", "serve_users"]
 
 ModelName = Literal["none", "tiny", "smollm2-135m"]
 
-_OUTPUT = SamplingParams(max_tokens=24, ignore_eos=True)  # more than a round: all run when memory is looked at
+_OUTPUT = SamplingParams(max_tokens=24, ignore_eos=True)  # more than a round, so that memory is seen while they run
 _BLOCK_SIZE = 16
 
 
