@@ -18,6 +18,7 @@ EXPERIMENTS = {
     "fleet": "experiments.fleet",
     "train": "experiments.train",
     "decode_bench": "experiments.decode_bench",
+    "engine_bench": "experiments.engine_bench",
 }
 """Module of each experiment. It is imported when the experiment is run, so that a list costs nothing."""
 

@@ -1,4 +1,4 @@
-"""Generation by transformers, next to ours and on the same work."""
+"""Generation and continuous batching by transformers, next to ours and on the same work."""
 
 import contextlib
 import json
@@ -6,7 +6,8 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,7 +16,10 @@ from experiments.experiment import Row
 from experiments.measure import paired
 from models import Decoder
 
-__all__ = ["transformers_process", "transformers_row"]
+if TYPE_CHECKING:
+    from experiments.serving import Arrival
+
+__all__ = ["batching_row", "transformers_process", "transformers_row"]
 
 
 @contextlib.contextmanager
@@ -41,15 +45,11 @@ def transformers_process(python: str) -> Iterator[Callable[[dict], dict]]:
         process.wait()
 
 
-def transformers_row(model: Decoder, dtype: str, batch: int, ask: Callable[[dict], dict], *, block_size: int, pairs: int, seed: int) -> Row:
-    """Tokens per second of whole generations, prompts included, ours and transformers' in turn."""
-    prompt_tokens, new_tokens = 128, 32
+def _model(model: Decoder, dtype: str) -> dict:
+    """What transformers needs to know of a decoder, and how many threads it may use."""
     sizes = model.config
-    request = {
+    return {
         "dtype": dtype,
-        "batch": batch,
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens,
         "threads": os.cpu_count(),
         "sizes": {
             "vocab_size": sizes.vocab_size,
@@ -62,7 +62,13 @@ def transformers_row(model: Decoder, dtype: str, batch: int, ask: Callable[[dict
             "max_position_embeddings": sizes.max_length,
         },
     }
-    prompts = np.random.default_rng(seed).integers(0, sizes.vocab_size, (batch, prompt_tokens)).tolist()
+
+
+def transformers_row(model: Decoder, dtype: str, batch: int, ask: Callable[[dict], dict], *, block_size: int, pairs: int, seed: int) -> Row:
+    """Tokens per second of whole generations, prompts included, ours and transformers' in turn."""
+    prompt_tokens, new_tokens = 128, 32
+    request = {**_model(model, dtype), "batch": batch, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
+    prompts = np.random.default_rng(seed).integers(0, model.config.vocab_size, (batch, prompt_tokens)).tolist()
     params = jaxpage.SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     decoder = jaxpage.BatchDecoder(model, block_size=block_size, cache_dtype=dtype)
 
@@ -80,5 +86,46 @@ def transformers_row(model: Decoder, dtype: str, batch: int, ask: Callable[[dict
         "transformers_tokens_per_s": batch * new_tokens / peer,
         "jaxpage_tokens_per_s": batch * new_tokens / own,
         "speedup": 1 / statistics.median(ratios),
+        "peer": versions,
+    }
+
+
+def batching_row(
+    model: Decoder,
+    dtype: str,
+    arrivals: Sequence["Arrival"],
+    ask: Callable[[dict], dict],
+    ours: Callable[[], float],
+    *,
+    num_blocks: int,
+    block_size: int,
+    tokens_per_pass: int,
+    pairs: int,
+) -> Row:
+    """Tokens per second of requests that are all there at the beginning, ours and those of transformers' continuous batching in turn.
+
+    Args:
+      model: whose sizes transformers' model gets.
+      dtype: of weights and cache.
+      arrivals: the requests.
+      ask: see `transformers_process`.
+      ours: runs the same requests, and returns the seconds that they took.
+      num_blocks: blocks of the peer's KV memory.
+      block_size: tokens a block holds.
+      tokens_per_pass: most tokens of a pass.
+      pairs: runs of each.
+    """
+    outputs = [each.output_tokens for each in arrivals]
+    memory = {"num_blocks": num_blocks, "page_size": block_size, "max_batch_tokens": tokens_per_pass}
+    request = {**_model(model, dtype), "prompts": [each.prompt for each in arrivals], "outputs": outputs, "memory": memory}
+    versions = ask({**request, "prompts": request["prompts"][:1], "outputs": [1]})["versions"]
+    peer, own, ratios = paired(lambda: ask(request)["seconds"], ours, pairs)
+    return {
+        "requests": len(arrivals),
+        "transformers_tokens_per_s": sum(outputs) / peer,
+        "jaxpage_tokens_per_s": sum(outputs) / own,
+        "speedup": 1 / statistics.median(ratios),
+        "speedup_low": 1 / ratios[-1],
+        "speedup_high": 1 / ratios[0],
         "peer": versions,
     }

@@ -28,6 +28,7 @@ class Served:
 
     arrival_s: float
     output_tokens: int
+    start_s: float = 0.0
     first_s: float = 0.0
     end_s: float = 0.0
 
@@ -44,7 +45,9 @@ Reservation = Callable[[int], int]
 """Places reserved for a request that comes to hold so many tokens."""
 
 
-def serve(engine: Engine, arrivals: Sequence[Arrival], reservation: Reservation | None) -> tuple[list[Served], list[Sample]]:
+def serve(
+    engine: Engine, arrivals: Sequence[Arrival], reservation: Reservation | None, *, in_batches: bool = False
+) -> tuple[list[Served], list[Sample]]:
     """Runs all requests to their end.
 
     Args:
@@ -53,7 +56,11 @@ def serve(engine: Engine, arrivals: Sequence[Arrival], reservation: Reservation 
       reservation: None: the engine decides who starts, and a request's blocks are what is reserved. Else a request reaches the engine
         only when its reservation fits beside those of all that have not ended, first come, first served: contiguous reservation with an
         allocator that never fragments.
+      in_batches: static batching: those that wait and fit, in the order of arrival, are a batch, and the next batch starts only when all of
+        this one have ended. It needs a reservation, which says how large a batch is.
     """
+    if in_batches and reservation is None:
+        raise ValueError("static batching needs a reservation, which says how large a batch is")
     size, start = engine.options.block_size, time.perf_counter()
     budget = (engine.options.num_blocks - 1) * size
     coming, queue = deque(enumerate(arrivals)), deque[int]()
@@ -62,15 +69,19 @@ def serve(engine: Engine, arrivals: Sequence[Arrival], reservation: Reservation 
     if max(places) > budget:
         raise ValueError(f"a request reserves {max(places)} tokens, the pool holds {budget}")
     reserved, left = 0, len(arrivals)
+    most = engine.options.max_seqs if in_batches else left  # that start at a time
     samples: list[Sample] = []
     while left:
         now = time.perf_counter() - start
         while coming and coming[0][1].arrival_s <= now:
             queue.append(coming.popleft()[0])
-        while queue and reserved + places[queue[0]] <= budget:
+        starts = 0 if in_batches and engine.unfinished else most
+        while queue and starts and reserved + places[queue[0]] <= budget:
+            starts -= 1
             number = queue.popleft()
             reserved += places[number]
             one = arrivals[number]
+            served[number].start_s = now
             engine.submit(one.prompt, SamplingParams(max_tokens=one.output_tokens, ignore_eos=True), request_id=number)
         if not engine.unfinished:
             time.sleep(max(0.0, coming[0][1].arrival_s - (time.perf_counter() - start)))
